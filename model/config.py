@@ -305,7 +305,7 @@ _TEXT_EXPECTED: dict[str, set[Any]] = {
     "num_key_value_heads": {1},
     "tie_word_embeddings": {False},
     "attention_bias": {False},
-    "attention_dropout": {0, 0.0},
+    "attention_dropout": {0},
     "hc_shifted": {True},
     "use_fp4_sparse_kv": {True},
     "dspark_target_attn_input": {True},
@@ -432,9 +432,7 @@ def _check_sizes(c: ModelConfig) -> None:
     smallest = min(c.head_dim, c.index_head_dim)
     _require(rope <= smallest, "qk_rope_head_dim", f"{rope} exceeds head_dim or index_head_dim")
     _require(c.num_attention_heads % c.o_groups == 0, "o_groups", "does not divide num_attention_heads")
-    _require(
-        c.num_experts_per_tok <= c.n_routed_experts, "num_experts_per_tok", "exceeds n_routed_experts"
-    )
+    _require(c.num_experts_per_tok <= c.n_routed_experts, "num_experts_per_tok", "exceeds n_routed_experts")
     for name in ("rope_theta", "compress_rope_theta", "gate_temp", "swiglu_limit", "routed_scaling_factor"):
         _require(getattr(c, name) > 0, name, "must be positive")
     for name in ("rms_norm_eps", "hc_eps"):
@@ -508,18 +506,14 @@ def _check_engram(c: ModelConfig) -> None:
     _require(c.engram_vocab_size < limit, "engram_vocab_size", "hash moduli must stay below 2^24")
     _require(c.engram_n_heads <= 256, "engram_n_heads", "more than 256 hash columns")
     _require(len(c.engram_layer_ids) <= 64, "engram_layer_ids", "more than 64 Engram layers")
-    primes = bucket_primes(
-        len(c.engram_layer_ids), c.engram_max_ngram_size - 1, c.engram_n_heads, c.engram_vocab_size
-    )
+    primes = bucket_primes(len(c.engram_layer_ids), c.engram_max_ngram_size - 1, c.engram_n_heads, c.engram_vocab_size)
     sums = tuple(sum(row) for row in primes)
     _require(
         sums == c.engram_num_embeddings and max(sums) < MAX_DIMENSION, "engram_num_embeddings",
         f"is {list(c.engram_num_embeddings)}, but engram_vocab_size, heads and layers give {list(sums)}",
     )  # fmt: skip
     _require(0 <= c.engram_pad_token_id < c.vocab_size, "engram_pad_token_id", "is outside the vocabulary")
-    _require(
-        c.engram_compressed_vocab_size <= c.vocab_size, "engram_compressed_vocab_size", "exceeds vocab_size"
-    )
+    _require(c.engram_compressed_vocab_size <= c.vocab_size, "engram_compressed_vocab_size", "exceeds vocab_size")
     _require(
         all(layer < c.decoder_start for layer in c.engram_layer_ids), "engram_layer_ids",
         f"an Engram layer at or after the first decoder layer {c.decoder_start} is not supported",
