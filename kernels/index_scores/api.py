@@ -1,0 +1,38 @@
+"""Contract of `index_scores`: one score per compressed entry, computed page by page."""
+
+from __future__ import annotations
+
+import jax
+
+from deepinfer_jax.kernels.dispatch import ROW_TILE, Implementation, contract, implementation_module
+from deepinfer_jax.kernels.quantization import CacheFormat
+
+
+@contract("index_scores")
+def index_scores(
+    queries: jax.Array,
+    head_weights: jax.Array,
+    pages: jax.Array,
+    page_ids: jax.Array,
+    visible: jax.Array,
+    *,
+    fmt: CacheFormat,
+    bf16_chain: bool,
+    implementation: Implementation | None = None,
+    row_tile: int | None = ROW_TILE,
+) -> jax.Array:
+    """sum_h w[h] * max(0, <q[h], key>) for every visible entry (`spec/attention.md` 3.5).
+
+    Args:
+        queries: [T, H, d], rotated and quantised. head_weights: [T, H], already scaled.
+        pages: records [pages, entries, width] of the owner. page_ids: int32 [T, P] of each row's
+            sequence in order, -1 = none. visible: int32 [T] entries that each row sees.
+        bf16_chain: round after the dot, the product and the head sum, as the reference does.
+    Returns: float32 [T, P * entries], -inf from `visible` on.
+    """
+    if queries.shape[:2] != head_weights.shape or page_ids.shape[0] != queries.shape[0]:
+        raise ValueError(
+            f"index_scores: queries {queries.shape}, weights {head_weights.shape}, pages {page_ids.shape} do not fit"
+        )
+    module = implementation_module("index_scores", implementation)
+    return module.index_scores(queries, head_weights, pages, page_ids, visible, fmt, bf16_chain, row_tile)

@@ -1,0 +1,84 @@
+"""Contract of `mhc_mix`: coefficients, collapse and expansion of the residual streams.
+
+Single-pass hyper-connections (`spec/blocks.md` 2). Streams are [T, C, D].
+"""
+
+from __future__ import annotations
+
+import jax
+
+from deepinfer_jax.kernels.dispatch import ROW_TILE, Implementation, contract, implementation_module
+
+Mix = tuple[jax.Array, jax.Array, jax.Array]
+"""float32 (pre [T, C], post [T, C], comb [T, C, C]); comb[i, j] goes from stream i to stream j."""
+
+
+@contract("mhc_mix")
+def mhc_mix(
+    streams: jax.Array,
+    fn: jax.Array,
+    base: jax.Array,
+    scale: jax.Array,
+    *,
+    iterations: int,
+    norm_eps: float,
+    hc_eps: float,
+    implementation: Implementation | None = None,
+    row_tile: int | None = ROW_TILE,
+) -> Mix:
+    """Coefficients of one sublayer (`spec/blocks.md` 2.2), all in float32.
+
+    Args:
+        streams: [T, C, D]. fn: float32 [C*(2+C), C*D]. base: float32 [C*(2+C)]. scale: float32 [3].
+        iterations: column normalisations (20); the loop ends on one.
+    Returns: Mix.
+    """
+    rows, count, size = streams.shape
+    if fn.shape != (count * (2 + count), count * size):
+        raise ValueError(f"mhc_mix: streams {streams.shape} and fn {fn.shape} do not fit")
+    del rows
+    module = implementation_module("mhc_mix", implementation)
+    return module.mhc_mix(streams, fn, base, scale, iterations, norm_eps, hc_eps, row_tile)
+
+
+@contract("mhc_mix")
+def collapse_norm(
+    streams: jax.Array,
+    pre: jax.Array,
+    weight: jax.Array | None,
+    *,
+    eps: float,
+    implementation: Implementation | None = None,
+    row_tile: int | None = ROW_TILE,
+) -> jax.Array:
+    """RMS(round(sum_i pre[i] * stream[i])) [T, D] in the streams' dtype; no norm when weight is None."""
+    if pre.shape != streams.shape[:2]:
+        raise ValueError(f"collapse_norm: streams {streams.shape} and pre {pre.shape} do not fit")
+    return implementation_module("mhc_mix", implementation).collapse_norm(streams, pre, weight, eps, row_tile)
+
+
+@contract("mhc_mix")
+def expand(
+    y: jax.Array,
+    streams: jax.Array,
+    post: jax.Array,
+    comb: jax.Array,
+    *,
+    implementation: Implementation | None = None,
+    row_tile: int | None = ROW_TILE,
+) -> jax.Array:
+    """round(post[j] * y + sum_i comb[i, j] * stream[i]) [T, C, D] (`spec/blocks.md` 2.3)."""
+    if y.shape != (streams.shape[0], streams.shape[2]):
+        raise ValueError(f"expand: sublayer output {y.shape} does not fit streams {streams.shape}")
+    return implementation_module("mhc_mix", implementation).expand(y, streams, post, comb, row_tile)
+
+
+@contract("mhc_mix")
+def stream_mean(
+    streams: jax.Array,
+    *,
+    implementation: Implementation | None = None,
+    row_tile: int | None = ROW_TILE,
+) -> jax.Array:
+    """Mean over the streams [T, D], one rounding: the draft's tap (`spec/dspark.md` 1.2)."""
+    return implementation_module("mhc_mix", implementation).stream_mean(streams, row_tile)
