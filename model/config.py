@@ -7,7 +7,6 @@ Key names are the released ones (`spec/attention.md` 1). A configuration that ex
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +17,7 @@ QUANT_BLOCK = 32
 
 MAX_LAYERS = 1024
 MAX_DIMENSION = 1 << 31  # row ids and offsets are int32
+MAX_NUMBER = 1 << 63  # of any number in a file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,12 +359,13 @@ def _typed(name: str, value: Any, annotation: str) -> Any:
     kind = annotation.removesuffix("| None").strip()
     if value is None and optional:
         return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # the bound comes first: larger integers do not convert to float; NaN and infinities fail it too
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
     if kind == "bool" and isinstance(value, bool):
         return value
-    if kind == "int" and is_number and value == int(value if math.isfinite(value) else 0):
+    if kind == "int" and is_number and value == int(value):
         return int(value)
-    if kind == "float" and is_number and math.isfinite(value):
+    if kind == "float" and is_number:
         return float(value)
     if kind.startswith("tuple[int") and isinstance(value, list | tuple) and len(value) <= MAX_LAYERS:
         return tuple(_typed(f"{name}[{i}]", v, "int") for i, v in enumerate(value))
@@ -506,6 +507,8 @@ def _check_engram(c: ModelConfig) -> None:
     _require(c.engram_vocab_size < limit, "engram_vocab_size", "hash moduli must stay below 2^24")
     _require(c.engram_n_heads <= 256, "engram_n_heads", "more than 256 hash columns")
     _require(len(c.engram_layer_ids) <= 64, "engram_layer_ids", "more than 64 Engram layers")
+    columns = len(c.engram_layer_ids) * c.engram_columns  # the search for their primes takes time
+    _require(columns <= 1024, "engram_n_heads", f"{columns} hash columns in all layers; at most 1024 are supported")
     primes = bucket_primes(len(c.engram_layer_ids), c.engram_max_ngram_size - 1, c.engram_n_heads, c.engram_vocab_size)
     sums = tuple(sum(row) for row in primes)
     _require(

@@ -16,6 +16,7 @@ def index_scores(
     page_ids: jax.Array,
     visible: jax.Array,
     *,
+    scale: float,
     fmt: CacheFormat,
     bf16_chain: bool,
     implementation: Implementation | None = None,
@@ -24,7 +25,7 @@ def index_scores(
     """sum_h w[h] * max(0, <q[h], key>) for every visible entry (`spec/attention.md` 3.5).
 
     Args:
-        queries: [T, H, d], rotated and quantised. head_weights: [T, H], already scaled.
+        queries: [T, H, d], rotated and quantised. head_weights: [T, H], multiplied by `scale`.
         pages: records [pages, entries, width] of the owner. page_ids: int32 [T, P] of each row's
             sequence in order, -1 = none. visible: int32 [T] entries that each row sees.
         bf16_chain: round after the dot, the product and the head sum, as the reference does.
@@ -35,4 +36,4 @@ def index_scores(
             f"index_scores: queries {queries.shape}, weights {head_weights.shape}, pages {page_ids.shape} do not fit"
         )
     module = implementation_module("index_scores", implementation)
-    return module.index_scores(queries, head_weights, pages, page_ids, visible, fmt, bf16_chain, row_tile)
+    return module.index_scores(queries, head_weights, pages, page_ids, visible, scale, fmt, bf16_chain, row_tile)

@@ -32,6 +32,7 @@ def index_scores(
     pages: jax.Array,
     page_ids: jax.Array,
     visible: jax.Array,
+    scale: float,
     fmt: CacheFormat,
     bf16_chain: bool,
     row_tile: int | None,
@@ -44,7 +45,9 @@ def index_scores(
     entries, size = pages.shape[1], queries.shape[2]
     capacity = page_ids.shape[1]
 
-    def tile(q: jax.Array, w: jax.Array, table: jax.Array, limit: jax.Array) -> jax.Array:
+    def tile(q: jax.Array, raw: jax.Array, table: jax.Array, limit: jax.Array) -> jax.Array:
+        w = (raw.astype(jnp.float32) * scale).astype(raw.dtype)
+
         def one(page: jax.Array, scores: jax.Array) -> jax.Array:
             column = lax.dynamic_index_in_dim(table, page, axis=1, keepdims=False)
             keys = unpack_cache(pages[jnp.maximum(column, 0)], fmt, size).astype(q.dtype)
