@@ -117,5 +117,8 @@ class Flow:
         """Record a value of these rows if it was asked for."""
         if name not in setting.captures:
             return self
-        buffer = self.captured[name].at[layer, rows.number].set(value, mode="drop")
+        buffer = self.captured[name]
+        wider = buffer.shape[-1] - value.shape[-1]  # index scores: room for the larger of two caches
+        value = jnp.pad(value, [(0, 0)] * (value.ndim - 1) + [(0, wider)])
+        buffer = buffer.at[layer, rows.number].set(value, mode="drop")
         return dataclasses.replace(self, captured={**self.captured, name: buffer})
