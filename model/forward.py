@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -172,14 +173,16 @@ def _layer_numbers(config: ModelConfig, ids: tuple[tuple[int, ...], ...]) -> Lay
     )
 
 
-def _first(tree: LayerParams | LayerNumbers) -> LayerParams:
-    return jax.tree.map(lambda leaf: leaf[0], tree)
+def _first(tree: Any) -> Any:
+    """First element of every leaf's leading axis. A single element is reshaped, which copies nothing:
+    a slice of an Engram table would be a second table."""
+    return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[1:]) if leaf.shape[0] == 1 else leaf[0], tree)
 
 
 def _scan(body: Callable[[Flow, tuple], Flow], flow: Flow, stacked: tuple, count: int) -> Flow:
     """Fold `body` over the leading axis of `stacked`; a single step is called without a loop."""
     if count == 1:
-        return body(flow, _first(stacked))  # type: ignore[arg-type]
+        return body(flow, _first(stacked))
     return lax.scan(lambda carry, item: (body(carry, item), None), flow, stacked)[0]
 
 
@@ -219,7 +222,7 @@ def _run_source(setting: Setting, segment: Segment, weights: tuple[LayerParams, 
     """Cache entries of the decoder's key-value source for all rows, before rows are dropped."""
     kind = segment.runs[0].kind
     p = _first(_first(weights[0]))
-    numbers: LayerNumbers = _first(_first(_layer_numbers(setting.config, segment.layer_ids(0))))  # type: ignore[assignment,arg-type]
+    numbers = _first(_first(_layer_numbers(setting.config, segment.layer_ids(0))))
     none = jnp.zeros((0, rows.sequence.shape[0], 0), jnp.int32)
     return _over_blocks(
         setting, rows, flow, none, lambda some, part, _: make_source(setting, kind, p, numbers, some, part)

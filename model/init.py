@@ -12,6 +12,7 @@ import numpy as np
 from deepinfer_jax.kernels.quantization import (
     GROUP,
     QuantTensor,
+    e4m3_bytes,
     pack_nibbles,
     power_of_two_scale_byte,
     quantize_fp4,
@@ -30,14 +31,14 @@ def quantize_weight(values: jax.Array, storage: str) -> QuantTensor:
         return QuantTensor(pack_nibbles(codes), scale, "fp4")
     if storage == "fp8_row":
         codes, scale = quantize_fp8(values)
-        return QuantTensor(codes, scale, "fp8_row")
+        return QuantTensor(e4m3_bytes(codes), scale, "fp8_row")
     *lead, rows, columns = values.shape
     blocks = values.reshape(*lead, rows // GROUP, GROUP, columns // GROUP, GROUP)
     amax = jnp.maximum(jnp.max(jnp.abs(blocks), axis=(-3, -1)), np.float32(1e-4))
     scale = power_of_two_scale_byte(amax, 448.0)
     quotient = blocks / jnp.exp2(scale.astype(jnp.float32) - 127)[..., :, None, :, None]
     codes = jnp.clip(quotient, -448, 448).astype(jnp.float8_e4m3fn)
-    return QuantTensor(codes.reshape(values.shape), scale, "fp8")
+    return QuantTensor(e4m3_bytes(codes).reshape(values.shape), scale, "fp8")
 
 
 def _draw(parameter: Parameter, shape: tuple[int, ...], key: jax.Array) -> jax.Array:

@@ -93,8 +93,7 @@ class Parameter:
         if scale is None:
             dtype = jnp.bfloat16 if self.storage == "bf16" else jnp.float32
             return jax.ShapeDtypeStruct(lead + shape, dtype)
-        data_dtype = jnp.uint8 if self.storage == "fp4" else jnp.float8_e4m3fn
-        data = jax.ShapeDtypeStruct(lead + shape, data_dtype)
+        data = jax.ShapeDtypeStruct(lead + shape, jnp.uint8)
         return QuantTensor(data, jax.ShapeDtypeStruct(lead + scale[1], jnp.uint8), self.storage)  # type: ignore[arg-type]
 
 
