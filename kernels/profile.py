@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from deepinfer_jax.kernels.quantization import CacheFormat
 
@@ -25,7 +26,7 @@ class NumericsProfile:
     quantize_cache: bool
 
     @property
-    def dtype(self) -> type:
+    def dtype(self) -> DTypeLike:
         """dtype of activations."""
         return jnp.bfloat16 if self.bf16_activations else jnp.float32
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 GROUP = 32
 """Elements that share a scale, in activations, FP4 weights, window keys and index keys."""
@@ -33,9 +34,11 @@ WeightFormat = Literal["fp8", "fp4", "fp8_row"]
 class QuantTensor:
     """A packed weight. Leading axes (layers, experts) are free; shapes below are the last two axes.
 
-    format "fp8":     data float8_e4m3fn [out, in], scale uint8 e8m0 [out/32, in/32]
+    format "fp8":     data uint8 e4m3 bytes [out, in], scale uint8 e8m0 [out/32, in/32]
     format "fp4":     data uint8 [out, in/2] (low nibble = even column), scale uint8 [out, in/32]
-    format "fp8_row": data float8_e4m3fn [rows, in], scale uint8 [rows, in/32]
+    format "fp8_row": data uint8 e4m3 bytes [rows, in], scale uint8 [rows, in/32]
+
+    Bytes, not float8: XLA:CPU widens a whole float8 array before it slices or gathers from it.
     """
 
     data: jax.Array
@@ -58,9 +61,10 @@ class QuantTensor:
 
 
 def e8m0_to_float32(scale: jax.Array) -> jax.Array:
-    """Decode e8m0 bytes to float32 powers of two; byte 0 is the subnormal 2^-127."""
+    """Decode e8m0 bytes to float32 powers of two; byte 0 is the subnormal 2^-127, byte 255 is NaN."""
     bits = scale.astype(jnp.uint32) << 23
     bits = jnp.where(scale == 0, jnp.uint32(1 << 22), bits)
+    bits = jnp.where(scale == 255, jnp.uint32(0x7FC00000), bits)
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
@@ -73,12 +77,22 @@ def e2m1_to_float32(codes: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(bits | sign, jnp.float32)
 
 
-def float32_to_e2m1(x: jax.Array) -> jax.Array:
-    """Encode float32 in [-6, 6] to e2m1 codes (uint8), round to nearest, ties to the even code."""
+_E2M1_BORDERS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+"""Midpoints between e2m1 magnitudes, and whether the midpoint itself rounds up (to the even code)."""
+
+
+def float32_to_e2m1(x: jax.Array, scale: jax.Array | float = 1.0) -> jax.Array:
+    """Encode float32 x / scale to e2m1 codes (uint8): nearest, ties to the even code, saturating at 6.
+
+    Compares |x| with border * scale, which is exact for normal scales of few bits. A quotient would not do
+    unless the scale is a power of two: XLA rewrites x / broadcast(scale) to x * (1 / scale), whose error
+    moves ties (`spec/attention.md` 7.2).
+    """
     a = jnp.abs(x)
-    code = (a > 0.25).astype(jnp.uint8)
-    for threshold, inclusive in ((0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)):
-        code += (a >= threshold if inclusive else a > threshold).astype(jnp.uint8)
+    code = jnp.zeros(x.shape, jnp.uint8)
+    for border, upwards in _E2M1_BORDERS:
+        limit = scale * np.float32(border)
+        code += (a >= limit if upwards else a > limit).astype(jnp.uint8)
     sign = lax.bitcast_convert_type(x, jnp.uint32) >> 31
     return code | (sign << 3).astype(jnp.uint8)
 
@@ -98,10 +112,11 @@ def power_of_two_scale_byte(amax: jax.Array, format_max: float) -> jax.Array:
     """e8m0 byte of 2^ceil(log2(amax / format_max)), computed on the float32 bits.
 
     amax is float32 and must already carry the format's floor. `amax * float32(1/format_max)` is the
-    reference's own product: it makes an amax of exactly format_max * 2^k use the scale 2^k.
+    reference's own product: it makes an amax of exactly format_max * 2^k use the scale 2^k. An amax that
+    is infinite or NaN gives byte 255, NaN, so that the group cannot pass for numbers.
     """
-    bits = lax.bitcast_convert_type(amax * np.float32(1.0 / format_max), jnp.uint32)
-    return ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).astype(jnp.uint8)
+    bits = lax.bitcast_convert_type(amax * np.float32(1.0 / format_max), jnp.uint32) & 0x7FFFFFFF
+    return jnp.minimum((bits >> 23) + ((bits & 0x7FFFFF) != 0), 255).astype(jnp.uint8)
 
 
 def _grouped(x: jax.Array, group: int) -> jax.Array:
@@ -120,7 +135,7 @@ def quantize_fp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     groups = _grouped(x, GROUP)
     amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), np.float32(1e-4))
     scale = power_of_two_scale_byte(amax, _E4M3_MAX)
-    quotient = groups / e8m0_to_float32(scale)[..., None]
+    quotient = groups / e8m0_to_float32(scale)[..., None]  # by a power of two: exact, also as a product
     return _clip(quotient, _E4M3_MAX).astype(jnp.float8_e4m3fn).reshape(x.shape), scale
 
 
@@ -130,7 +145,7 @@ def quantize_fp4(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), np.float32(6 * 2.0**-126))
     scale = power_of_two_scale_byte(amax, _E2M1_MAX)
     quotient = groups / e8m0_to_float32(scale)[..., None]
-    return float32_to_e2m1(_clip(quotient, _E2M1_MAX)).reshape(x.shape), scale
+    return float32_to_e2m1(quotient).reshape(x.shape), scale
 
 
 def quantize_fp4_e4m3(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -141,8 +156,7 @@ def quantize_fp4_e4m3(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     groups = _grouped(x, FP4_KV_GROUP)
     amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), np.float32(6 * 2.0**-9))
     scale = jnp.minimum(amax / np.float32(_E2M1_MAX), _E4M3_MAX).astype(jnp.float8_e4m3fn)
-    quotient = groups / scale.astype(jnp.float32)[..., None]
-    return float32_to_e2m1(_clip(quotient, _E2M1_MAX)).reshape(x.shape), scale
+    return float32_to_e2m1(groups, scale.astype(jnp.float32)[..., None]).reshape(x.shape), scale
 
 
 # ---- dequantisers ---------------------------------------------------------------------------------
@@ -168,21 +182,53 @@ def dequantize_fp4_e4m3(codes: jax.Array, scale: jax.Array) -> jax.Array:
     return _apply_group_scale(e2m1_to_float32(codes), scale.astype(jnp.float32), FP4_KV_GROUP)
 
 
+def round_to_e4m3(x: jax.Array) -> jax.Array:
+    """Nearest e4m3 value of float32 |x| <= 448, ties to even, without a float8 conversion.
+
+    The same values as `x.astype(float8_e4m3fn)`, in a few integer operations instead of a long
+    sequence that XLA:CPU would emit (and compile) at every use.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    sign, magnitude = bits & np.uint32(0x80000000), bits & np.uint32(0x7FFFFFFF)
+    rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) & np.uint32(0xFFF00000)  # 3 bits of mantissa
+    # Below 2^-6 the steps are 2^-9: adding 2^14 leaves exactly those bits of the sum.
+    shift = np.float32(2.0**14)
+    small = (lax.bitcast_convert_type(magnitude, jnp.float32) + shift) - shift
+    subnormal = magnitude < np.uint32(0x3C800000)  # 2^-6
+    rounded = jnp.where(subnormal, lax.bitcast_convert_type(small, jnp.uint32), rounded)
+    return lax.bitcast_convert_type(rounded | sign, jnp.float32)
+
+
 def quantize_dequantize_fp8(x: jax.Array) -> jax.Array:
     """Activation quantisation as the reference rounds it; result in x's dtype (exact)."""
-    return dequantize_fp8(*quantize_fp8(x)).astype(x.dtype)
+    groups = _grouped(x, GROUP)
+    amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), np.float32(1e-4))
+    scale = e8m0_to_float32(power_of_two_scale_byte(amax, _E4M3_MAX))[..., None]
+    values = round_to_e4m3(_clip(groups / scale, _E4M3_MAX)) * scale
+    return values.reshape(x.shape).astype(x.dtype)
 
 
-def dequantize(weight: QuantTensor, dtype: jnp.dtype | type = jnp.bfloat16) -> jax.Array:
+def e4m3_bytes(codes: jax.Array) -> jax.Array:
+    """uint8 view of float8_e4m3fn codes."""
+    return lax.bitcast_convert_type(codes, jnp.uint8)
+
+
+def dequantize_rows(data: jax.Array, scale: jax.Array) -> jax.Array:
+    """float32 values of e4m3 bytes [..., n] with e8m0 bytes [..., n/32]."""
+    return dequantize_fp8(lax.bitcast_convert_type(data, jnp.float8_e4m3fn), scale)
+
+
+def dequantize(weight: QuantTensor, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
     """All values of a packed weight [..., out, in]; exact in bfloat16 and float32."""
     if weight.format == "fp8":
         *lead, rows, columns = weight.data.shape
-        blocks = weight.data.astype(jnp.float32).reshape(*lead, rows // GROUP, GROUP, columns // GROUP, GROUP)
+        codes = lax.bitcast_convert_type(weight.data, jnp.float8_e4m3fn)
+        blocks = codes.astype(jnp.float32).reshape(*lead, rows // GROUP, GROUP, columns // GROUP, GROUP)
         scale = e8m0_to_float32(weight.scale)[..., :, None, :, None]
         return (blocks * scale).astype(dtype).reshape(*lead, rows, columns)
     if weight.format == "fp4":
         return dequantize_fp4(unpack_nibbles(weight.data), weight.scale).astype(dtype)
-    return dequantize_fp8(weight.data, weight.scale).astype(dtype)
+    return dequantize_rows(weight.data, weight.scale).astype(dtype)
 
 
 # ---- cache rows: one uint8 record per entry -------------------------------------------------------
@@ -202,9 +248,18 @@ def cache_width(fmt: CacheFormat, size: int) -> int:
     return size
 
 
-def cache_dtype(fmt: CacheFormat) -> type:
+def cache_dtype(fmt: CacheFormat) -> DTypeLike:
     """dtype of a stored record."""
     return jnp.float32 if fmt == "float32" else jnp.uint8
+
+
+def check_records(op: str, records: jax.Array, fmt: CacheFormat, size: int) -> None:
+    """ValueError unless the last axis and dtype of `records` are those of vectors of `size` in `fmt`."""
+    if records.shape[-1] != cache_width(fmt, size) or records.dtype != cache_dtype(fmt):
+        raise ValueError(
+            f"{op}: {records.dtype} records {records.shape} do not hold {size} elements in {fmt!r}; "
+            f"expected {jnp.dtype(cache_dtype(fmt)).name} [..., {cache_width(fmt, size)}]"
+        )
 
 
 def _bytes(x: jax.Array) -> jax.Array:

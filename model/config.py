@@ -164,6 +164,11 @@ class ModelConfig:
             return None
         return max(s for s in self.index_source_layer_ids if s <= layer)
 
+    @property
+    def has_candidates(self) -> bool:
+        """Whether some layer selects inside candidate blocks."""
+        return any(source > self.candidate_source_layer_id for source in self.index_source_layer_ids)
+
     def is_candidate_consumer(self, layer: int) -> bool:
         """Whether the layer's own selection is restricted to the candidate blocks."""
         return layer in self.index_source_layer_ids and layer > self.candidate_source_layer_id
@@ -359,14 +364,14 @@ def _typed(name: str, value: Any, annotation: str) -> Any:
     kind = annotation.removesuffix("| None").strip()
     if value is None and optional:
         return None
-    # the bound comes first: larger integers do not convert to float; NaN and infinities fail it too
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
     if kind == "bool" and isinstance(value, bool):
         return value
-    if kind == "int" and is_number and value == int(value):
-        return int(value)
-    if kind == "float" and is_number:
-        return float(value)
+    # without the bound some integers would not convert to float; NaN and infinities fail it too
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER:
+        if kind == "int" and value == int(value):
+            return int(value)
+        if kind == "float":
+            return float(value)
     if kind.startswith("tuple[int") and isinstance(value, list | tuple) and len(value) <= MAX_LAYERS:
         return tuple(_typed(f"{name}[{i}]", v, "int") for i, v in enumerate(value))
     raise ValueError(f"config.json: {name} is {value!r}; expected {kind}")
@@ -477,7 +482,7 @@ def _check_layers(c: ModelConfig) -> None:
         all(i >= first for i in c.index_source_layer_ids), "index_source_layer_ids",
         "an index source stands before the first key-value source",
     )  # fmt: skip
-    if any(c.is_candidate_consumer(layer) for layer in range(layers)):
+    if c.has_candidates:
         source = c.candidate_source_layer_id
         _require(
             source in c.kv_source_layer_ids and source == c.kv_source_layer_ids[-1],

@@ -28,23 +28,20 @@ def _is_prime(n: int) -> bool:
 
 @functools.cache
 def bucket_primes(layers: int, orders: int, heads: int, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Moduli per layer, columns ordered by n-gram order, then head.
+    """Moduli per layer, columns ordered by n-gram order, then head: consecutive primes >= vocab_size.
 
-    Each modulus is the smallest prime above the previous one that no column has yet; the search
-    restarts at `vocab_size - 1` for every order, which only skips the primes already taken.
+    (The rule restarts its search at `vocab_size - 1` for every order and skips primes already taken,
+    which comes to the same.)
     """
     result: list[tuple[int, ...]] = []
-    taken: set[int] = set()
+    current = vocab_size - 1
     for _ in range(layers):
         row: list[int] = []
-        for _ in range(orders):
-            current = vocab_size - 1
-            for _ in range(heads):
+        for _ in range(orders * heads):
+            current += 1
+            while not _is_prime(current):
                 current += 1
-                while current in taken or not _is_prime(current):
-                    current += 1
-                taken.add(current)
-                row.append(current)
+            row.append(current)
         result.append(tuple(row))
     return tuple(result)
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from deepinfer_jax.kernels.dispatch import Kernels
 from deepinfer_jax.kernels.mhc_mix import collapse_norm
@@ -267,7 +268,7 @@ def _capture_buffers(setting: Setting, batch: Batch, state: State) -> dict[str, 
     rows, layers = batch.token_ids.shape[0], config.num_hidden_layers
     hidden = (layers, rows, config.hidden_size)
     entries = max((pool.kv.shape[2] for pool in state.pages.values()), default=0) * batch.page_table.shape[1]
-    shapes: dict[str, tuple[tuple[int, ...], type]] = {
+    shapes: dict[str, tuple[tuple[int, ...], DTypeLike]] = {
         "streams": ((layers + 1, rows, config.hc_mult, config.hidden_size), dtype),
         "pre": ((layers + 1, rows, config.hc_mult), jnp.float32),
         "attention_input": (hidden, dtype),

@@ -69,12 +69,11 @@ class Segment:
 
 def layer_kind(config: ModelConfig, layer: int) -> LayerKind:
     """Kind of a backbone layer (`spec/attention.md` 2.1)."""
-    consumers = any(config.is_candidate_consumer(other) for other in range(config.num_hidden_layers))
     return LayerKind(
         compress_ratio=config.compress_ratios[layer],
         kv_source=layer in config.kv_source_layer_ids,
         index_source=layer in config.index_source_layer_ids,
-        candidate_source=consumers and layer == config.candidate_source_layer_id,
+        candidate_source=config.has_candidates and layer == config.candidate_source_layer_id,
         candidate_consumer=config.is_candidate_consumer(layer),
         engram=layer in config.engram_layer_ids,
         decoder=layer >= config.decoder_start,

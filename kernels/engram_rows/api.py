@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from deepinfer_jax.kernels.dispatch import ROW_TILE, Implementation, contract, implementation_module
 from deepinfer_jax.kernels.quantization import QuantTensor
@@ -28,8 +28,12 @@ def engram_hash(
         offsets: int32 [columns].
     Returns: int32 [T, columns].
     """
-    if classes.shape[1] != products.shape[0] or moduli.shape[0] % (classes.shape[1] - 1):
-        raise ValueError(f"engram_hash: classes {classes.shape}, products {products.shape} do not fit")
+    ngram = products.shape[0]
+    if classes.shape[1:] != (ngram,) or moduli.shape[0] % (ngram - 1) or offsets.shape != moduli.shape:
+        raise ValueError(
+            f"engram_hash: classes {classes.shape}, products {products.shape}, moduli {moduli.shape}, "
+            f"offsets {offsets.shape} do not fit"
+        )
     del row_tile  # integers only
     return implementation_module("engram_rows", implementation).engram_hash(classes, products, moduli, offsets)
 
@@ -39,11 +43,15 @@ def engram_rows(
     table: QuantTensor,
     row_ids: jax.Array,
     *,
-    dtype: jnp.dtype | type,
+    dtype: DTypeLike,
     implementation: Implementation | None = None,
     row_tile: int | None = ROW_TILE,
 ) -> jax.Array:
     """Gather and dequantise table rows: int32 [T, columns] -> [T, columns * width] (exact)."""
+    if table.format != "fp8_row" or row_ids.ndim != 2:
+        raise ValueError(
+            f"engram_rows: table {table.format!r} must be 'fp8_row', ids {row_ids.shape} [T, columns]"
+        )
     return implementation_module("engram_rows", implementation).engram_rows(table, row_ids, dtype, row_tile)
 
 
@@ -66,8 +74,14 @@ def engram_gate(
         q_weight, k_weight: [C, D]. keep: bool [T]; rows that are not kept pass through unchanged.
     Returns: (streams [T, C, D], gate float32 [T, C]).
     """
+    if streams.ndim != 3:
+        raise ValueError(f"engram_gate: streams have shape {streams.shape}; expected [T, C, D]")
     rows, count, size = streams.shape
-    if projected.shape != (rows, (count + 1) * size) or q_weight.shape != (count, size):
-        raise ValueError(f"engram_gate: streams {streams.shape}, projected {projected.shape} do not fit")
+    weights_fit = q_weight.shape == k_weight.shape == (count, size)
+    if projected.shape != (rows, (count + 1) * size) or not weights_fit or keep.shape != (rows,):
+        raise ValueError(
+            f"engram_gate: streams {streams.shape}, projected {projected.shape}, weights {q_weight.shape} and "
+            f"{k_weight.shape}, keep {keep.shape} do not fit"
+        )
     module = implementation_module("engram_rows", implementation)
     return module.engram_gate(streams, projected, q_weight, k_weight, keep, eps, row_tile)

@@ -7,8 +7,9 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
-from deepinfer_jax.kernels.quantization import QuantTensor, dequantize_fp8
+from deepinfer_jax.kernels.quantization import QuantTensor, dequantize_rows
 from deepinfer_jax.kernels.tiling import tile_rows
 
 
@@ -33,11 +34,11 @@ def engram_hash(classes: jax.Array, products: jax.Array, moduli: jax.Array, offs
     return jnp.concatenate(columns, axis=1).astype(jnp.int32) + offsets
 
 
-def engram_rows(table: QuantTensor, row_ids: jax.Array, dtype: jnp.dtype | type, row_tile: int | None) -> jax.Array:
+def engram_rows(table: QuantTensor, row_ids: jax.Array, dtype: DTypeLike, row_tile: int | None) -> jax.Array:
     """See the contract in `api.py`."""
 
     def tile(ids: jax.Array) -> jax.Array:
-        values = dequantize_fp8(table.data[ids], table.scale[ids]).astype(dtype)
+        values = dequantize_rows(table.data[ids], table.scale[ids]).astype(dtype)
         return values.reshape(ids.shape[0], -1)
 
     return tile_rows(tile, row_tile, row_ids)

@@ -85,6 +85,8 @@ def shared_mlp(
     row_tile: int | None = ROW_TILE,
 ) -> jax.Array:
     """The shared expert [T, D]: as `expert_mlp` without a routing weight. w1, w3: [N, D], w2: [D, N]."""
+    if w1.shape != w3.shape or w2.shape != w1.shape[::-1] or w1.shape[1] != x.shape[1]:
+        raise ValueError(f"shared_mlp: weights {w1.shape}, {w3.shape}, {w2.shape} do not fit rows {x.shape}")
     module = implementation_module("expert_mlp", implementation)
     return module.shared_mlp(x, w1, w3, w2, limit, quantize_input, row_tile)
 

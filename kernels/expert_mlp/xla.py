@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from deepinfer_jax.kernels.quantization import QuantTensor, quantize_dequantize_fp8
 from deepinfer_jax.kernels.row_dot.xla import dot, weight_values
@@ -46,9 +47,7 @@ def route(
     return tile_rows(tile, row_tile, logits, bias)
 
 
-def activate(
-    gate: jax.Array, up: jax.Array, weight: jax.Array | None, limit: float, dtype: jnp.dtype | type
-) -> jax.Array:
+def activate(gate: jax.Array, up: jax.Array, weight: jax.Array | None, limit: float, dtype: DTypeLike) -> jax.Array:
     """Clamped SwiGLU in float32 with the routing weight [T, 1]; one rounding to dtype."""
     g = jnp.minimum(gate.astype(jnp.float32), limit)
     hidden = g * jax.nn.sigmoid(g) * jnp.clip(up.astype(jnp.float32), -limit, limit)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from deepinfer_jax.kernels.dispatch import ROW_TILE, Implementation, contract, implementation_module
-from deepinfer_jax.kernels.quantization import CacheFormat
+from deepinfer_jax.kernels.quantization import CacheFormat, check_records
 
 
 @contract("index_scores")
@@ -31,9 +31,14 @@ def index_scores(
         bf16_chain: round after the dot, the product and the head sum, as the reference does.
     Returns: float32 [T, P * entries], -inf from `visible` on.
     """
-    if queries.shape[:2] != head_weights.shape or page_ids.shape[0] != queries.shape[0]:
+    rows = queries.shape[:1]
+    if queries.shape[:2] != head_weights.shape or page_ids.shape[:1] != rows or visible.shape != rows:
         raise ValueError(
-            f"index_scores: queries {queries.shape}, weights {head_weights.shape}, pages {page_ids.shape} do not fit"
+            f"index_scores: queries {queries.shape}, weights {head_weights.shape}, page_ids {page_ids.shape}, "
+            f"visible {visible.shape} do not fit"
         )
+    if pages.ndim != 3:
+        raise ValueError(f"index_scores: records have shape {pages.shape}; expected [pages, entries, width]")
+    check_records("index_scores", pages, fmt, queries.shape[2])
     module = implementation_module("index_scores", implementation)
     return module.index_scores(queries, head_weights, pages, page_ids, visible, scale, fmt, bf16_chain, row_tile)

@@ -33,10 +33,14 @@ def mhc_mix(
         iterations: column normalisations (20); the loop ends on one.
     Returns: Mix.
     """
-    rows, count, size = streams.shape
-    if fn.shape != (count * (2 + count), count * size):
-        raise ValueError(f"mhc_mix: streams {streams.shape} and fn {fn.shape} do not fit")
-    del rows
+    if streams.ndim != 3:
+        raise ValueError(f"mhc_mix: streams have shape {streams.shape}; expected [T, C, D]")
+    _, count, size = streams.shape
+    mixes = count * (2 + count)
+    if fn.shape != (mixes, count * size) or base.shape != (mixes,) or scale.shape != (3,):
+        raise ValueError(
+            f"mhc_mix: streams {streams.shape}, fn {fn.shape}, base {base.shape}, scale {scale.shape} do not fit"
+        )
     module = implementation_module("mhc_mix", implementation)
     return module.mhc_mix(streams, fn, base, scale, iterations, norm_eps, hc_eps, row_tile)
 
@@ -52,8 +56,11 @@ def collapse_norm(
     row_tile: int | None = ROW_TILE,
 ) -> jax.Array:
     """RMS(round(sum_i pre[i] * stream[i])) [T, D] in the streams' dtype; no norm when weight is None."""
-    if pre.shape != streams.shape[:2]:
-        raise ValueError(f"collapse_norm: streams {streams.shape} and pre {pre.shape} do not fit")
+    if pre.shape != streams.shape[:2] or (weight is not None and weight.shape != streams.shape[2:]):
+        raise ValueError(
+            f"collapse_norm: streams {streams.shape}, pre {pre.shape} and weight "
+            f"{None if weight is None else weight.shape} do not fit"
+        )
     return implementation_module("mhc_mix", implementation).collapse_norm(streams, pre, weight, eps, row_tile)
 
 
@@ -68,8 +75,11 @@ def expand(
     row_tile: int | None = ROW_TILE,
 ) -> jax.Array:
     """round(post[j] * y + sum_i comb[i, j] * stream[i]) [T, C, D] (`spec/blocks.md` 2.3)."""
-    if y.shape != (streams.shape[0], streams.shape[2]):
-        raise ValueError(f"expand: sublayer output {y.shape} does not fit streams {streams.shape}")
+    rows, count, size = streams.shape
+    if y.shape != (rows, size) or post.shape != (rows, count) or comb.shape != (rows, count, count):
+        raise ValueError(
+            f"expand: output {y.shape}, post {post.shape}, comb {comb.shape} do not fit streams {streams.shape}"
+        )
     return implementation_module("mhc_mix", implementation).expand(y, streams, post, comb, row_tile)
 
 
@@ -81,4 +91,6 @@ def stream_mean(
     row_tile: int | None = ROW_TILE,
 ) -> jax.Array:
     """Mean over the streams [T, D], one rounding: the draft's tap (`spec/dspark.md` 1.2)."""
+    if streams.ndim != 3:
+        raise ValueError(f"stream_mean: streams have shape {streams.shape}; expected [T, C, D]")
     return implementation_module("mhc_mix", implementation).stream_mean(streams, row_tile)

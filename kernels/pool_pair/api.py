@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from deepinfer_jax.kernels.dispatch import ROW_TILE, Implementation, contract, implementation_module
 
@@ -15,7 +15,7 @@ def pool_pair(
     weight: jax.Array,
     *,
     eps: float,
-    out_dtype: jnp.dtype | type,
+    out_dtype: DTypeLike,
     implementation: Implementation | None = None,
     row_tile: int | None = ROW_TILE,
 ) -> jax.Array:
@@ -28,5 +28,7 @@ def pool_pair(
     """
     if values.shape != gates.shape or values.ndim != 3 or values.shape[1] != 2:
         raise ValueError(f"pool_pair: values {values.shape} and gates {gates.shape} must both be [T, 2, d]")
+    if weight.shape != values.shape[2:]:
+        raise ValueError(f"pool_pair: weight {weight.shape} does not fit values {values.shape}")
     module = implementation_module("pool_pair", implementation)
     return module.pool_pair(values, gates, weight, eps, out_dtype, row_tile)

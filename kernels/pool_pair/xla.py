@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from deepinfer_jax.kernels.rms_norm_quant.xla import normalize
 from deepinfer_jax.kernels.tiling import tile_rows
@@ -14,7 +15,7 @@ def pool_pair(
     gates: jax.Array,
     weight: jax.Array,
     eps: float,
-    out_dtype: jnp.dtype | type,
+    out_dtype: DTypeLike,
     row_tile: int | None,
 ) -> jax.Array:
     """See the contract in `api.py`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from deepinfer_jax.kernels.dispatch import ROW_TILE, Implementation, contract, implementation_module
-from deepinfer_jax.kernels.quantization import CacheFormat
+from deepinfer_jax.kernels.quantization import GROUP, CacheFormat
 
 
 @contract("rms_norm_quant")
@@ -53,6 +53,8 @@ def rotary(
         raise ValueError(
             f"rotary: x {x.shape}, positions {positions.shape}, frequencies {inverse_frequencies.shape} do not fit"
         )
+    if quantize and x.shape[2] % GROUP:
+        raise ValueError(f"rotary: cannot quantise heads of {x.shape[2]} elements in groups of {GROUP}")
     module = implementation_module("rms_norm_quant", implementation)
     return module.rotary(x, positions, inverse_frequencies, inverse, quantize, row_tile)
 
@@ -76,7 +78,13 @@ def norm_rotary_pack(
         fmt: cache format of the record (`kernels/quantization.py`).
     Returns: [T, cache_width(fmt, d)] uint8, or float32 for the "float32" format.
     """
-    if x.ndim != 2 or positions.shape != x.shape[:1]:
-        raise ValueError(f"norm_rotary_pack: rows {x.shape} and positions {positions.shape} do not fit")
+    rows_fit = x.ndim == 2 and positions.shape == x.shape[:1] and 2 * inverse_frequencies.shape[0] <= x.shape[1]
+    if not rows_fit or (weight is not None and weight.shape != x.shape[1:]):
+        raise ValueError(
+            f"norm_rotary_pack: rows {x.shape}, weight {None if weight is None else weight.shape}, positions "
+            f"{positions.shape}, frequencies {inverse_frequencies.shape} do not fit"
+        )
+    if fmt != "float32" and x.shape[1] % GROUP:
+        raise ValueError(f"norm_rotary_pack: cannot quantise {x.shape[1]} elements in groups of {GROUP}")
     module = implementation_module("rms_norm_quant", implementation)
     return module.norm_rotary_pack(x, weight, positions, inverse_frequencies, fmt, eps, row_tile)

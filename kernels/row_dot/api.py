@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from deepinfer_jax.kernels.dispatch import ROW_TILE, Implementation, contract, implementation_module
 from deepinfer_jax.kernels.quantization import GROUP, QuantTensor
@@ -22,7 +23,7 @@ def row_dot(
     w: jax.Array | QuantTensor,
     *,
     quantize_input: bool = False,
-    out_dtype: jnp.dtype | type | None = None,
+    out_dtype: DTypeLike | None = None,
     column_tile: int | None = None,
     implementation: Implementation | None = None,
     row_tile: int | None = ROW_TILE,

@@ -5,12 +5,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from deepinfer_jax.kernels.quantization import QuantTensor, dequantize, quantize_dequantize_fp8
 from deepinfer_jax.kernels.tiling import tile_rows
 
 
-def weight_values(w: jax.Array | QuantTensor, dtype: jnp.dtype | type) -> jax.Array:
+def weight_values(w: jax.Array | QuantTensor, dtype: DTypeLike) -> jax.Array:
     """The weight in the operand dtype (exact for packed and bfloat16 weights)."""
     return dequantize(w, dtype) if isinstance(w, QuantTensor) else w.astype(dtype)
 
@@ -25,7 +26,7 @@ def row_dot(
     x: jax.Array,
     w: jax.Array | QuantTensor,
     quantize_input: bool,
-    out_dtype: jnp.dtype | type,
+    out_dtype: DTypeLike,
     column_tile: int | None,
     row_tile: int | None,
 ) -> jax.Array:

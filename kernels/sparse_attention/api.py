@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from deepinfer_jax.kernels.dispatch import ROW_TILE, Implementation, contract, implementation_module
-from deepinfer_jax.kernels.quantization import CacheFormat
+from deepinfer_jax.kernels.quantization import CacheFormat, check_records
 
 
 @contract("sparse_attention")
@@ -30,15 +30,19 @@ def sparse_attention(
         window: records [rows, width]. window_rows: int32 [T, W] row numbers in ascending position,
             -1 = masked. compressed, compressed_rows: the same for selected entries [T, K], or None.
         scale: factor of the logits.
+    Raises: ValueError for operands that do not fit each other or the formats.
     Returns: [T, H, d] in the queries' dtype. Probabilities are rounded to it before the value product,
         the denominator is not. Records behind masked slots may hold anything, NaN included.
     """
     if (compressed is None) != (compressed_rows is None):
         raise ValueError("sparse_attention: compressed and compressed_rows go together")
-    if window_rows.shape[0] != queries.shape[0] or sink.shape != queries.shape[1:2]:
-        raise ValueError(
-            f"sparse_attention: queries {queries.shape}, rows {window_rows.shape}, sink {sink.shape} do not fit"
-        )
+    lists = [window_rows.shape] if compressed_rows is None else [window_rows.shape, compressed_rows.shape]
+    rows_fit = queries.ndim == 3 and all(len(shape) == 2 and shape[0] == queries.shape[0] for shape in lists)
+    if not rows_fit or sink.shape != queries.shape[1:2]:
+        raise ValueError(f"sparse_attention: queries {queries.shape}, rows {lists}, sink {sink.shape} do not fit")
+    check_records("sparse_attention", window, window_format, queries.shape[2])
+    if compressed is not None:
+        check_records("sparse_attention", compressed, compressed_format, queries.shape[2])
     module = implementation_module("sparse_attention", implementation)
     return module.sparse_attention(
         queries,

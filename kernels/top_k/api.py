@@ -28,8 +28,8 @@ def top_k(
         block_mask: bool [T, ceil(N / block_size)]: entries of other blocks must not be chosen.
     Returns: int32 [T, k].
     """
-    if scores.ndim != 2 or k < 1:
-        raise ValueError(f"top_k: scores {scores.shape} and k={k} do not fit")
+    if scores.ndim != 2 or k < 1 or block_size < 1:
+        raise ValueError(f"top_k: scores {scores.shape}, k={k} and block_size={block_size} do not fit")
     if block_mask is not None and block_mask.shape != (scores.shape[0], -(-scores.shape[1] // block_size)):
         raise ValueError(f"top_k: mask {block_mask.shape} does not cover scores {scores.shape} by {block_size}")
     del row_tile  # integers only: no tile is needed
@@ -53,7 +53,9 @@ def candidate_blocks(
         blocks: how many blocks to keep, the pinned newest one included.
     Returns: bool [T, ceil(N / block_size)].
     """
-    if visible.shape != scores.shape[:1]:
+    if scores.ndim != 2 or visible.shape != scores.shape[:1]:
         raise ValueError(f"candidate_blocks: scores {scores.shape} and visible {visible.shape} do not fit")
+    if block_size < 1 or blocks < 1:
+        raise ValueError(f"candidate_blocks: block_size={block_size} and blocks={blocks} must be positive")
     del row_tile
     return implementation_module("top_k", implementation).candidate_blocks(scores, visible, block_size, blocks)

@@ -1,0 +1,81 @@
+"""Logits of a whole sequence, for research in a notebook."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from deepinfer_jax.batching import Chunk, make_batch
+from deepinfer_jax.compile import jit
+from deepinfer_jax.kernels.dispatch import Kernels
+from deepinfer_jax.kernels.profile import NumericsProfile, numerics_profile
+from deepinfer_jax.model.config import ModelConfig
+from deepinfer_jax.model.forward import forward
+from deepinfer_jax.model.params import Params
+from deepinfer_jax.model.state import PAGE, Batch, State, init_state
+
+ROWS = 128
+"""Tokens per call. Results do not depend on it."""
+
+MAX_BYTES = 1 << 30
+"""Largest result of `logits`."""
+
+
+@functools.lru_cache(maxsize=16)
+def _program(config: ModelConfig, profile: NumericsProfile, kernels: Kernels) -> Callable[..., Any]:
+    def step(params: Params, state: State, batch: Batch) -> tuple[Any, State]:
+        outputs, state = forward(params, state, batch, config=config, profile=profile, kernels=kernels)
+        return outputs.logits, state
+
+    return jit(step, donate_argnums=1)
+
+
+def check_token_ids(config: ModelConfig, ids: Sequence[int], what: str = "token ids") -> np.ndarray:
+    """int32 array of the ids; ValueError for an empty sequence or an id outside the vocabulary."""
+    array = np.asarray(ids)
+    if array.ndim != 1 or array.size == 0 or not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"{what}: expected a non-empty sequence of integers")
+    bad = np.flatnonzero((array < 0) | (array >= config.vocab_size))
+    if bad.size:
+        place = int(bad[0])
+        raise ValueError(f"{what}: id {array[place]} at {place} is outside 0..{config.vocab_size - 1}")
+    if array.size > config.max_position_embeddings:
+        raise ValueError(f"{what}: {array.size} tokens; the model has {config.max_position_embeddings} positions")
+    return array.astype(np.int32)
+
+
+def logits(
+    params: Params, ids: Sequence[int], *, numerics: str = "reference", kernels: Kernels | None = None
+) -> np.ndarray:
+    """Next-token logits at every position of one sequence.
+
+    Args:
+        params: weights. ids: token ids [T]. numerics: name of a profile (`kernels/profile.py`).
+    Returns: float32 [T, vocab_size]; row t is the same whatever follows position t.
+    Raises: ValueError for bad ids, and for a result above 1 GiB: use `score`, which keeps only the
+        log-probabilities of the given tokens.
+    """
+    config, profile = params.config, numerics_profile(numerics)
+    array = check_token_ids(config, ids)
+    size = array.size * config.vocab_size * 4
+    if size > MAX_BYTES:
+        raise ValueError(
+            f"logits of {array.size} tokens x {config.vocab_size} would take {size / 1e9:.1f} GB; "
+            "use score(params, sequences) for long sequences"
+        )
+    kernels = kernels or Kernels()
+    pages = 1 << (-(-array.size // PAGE) - 1).bit_length()  # few capacities, few compilations
+    state = init_state(config, profile, slots=1, pages=pages, row_block=kernels.row_tile or ROWS)
+    table = np.arange(pages, dtype=np.int32)[None]
+    step = _program(config, profile, kernels)
+    parts = []
+    for start in range(0, array.size, ROWS):
+        piece = array[start : start + ROWS]
+        chunk = Chunk(0, start, piece.tolist(), array.size, logits="all")
+        batch = make_batch(config, [chunk], table, rows=ROWS, replay="none")
+        values, state = step(params, state, batch)
+        parts.append(np.asarray(values)[: piece.size])
+    return np.concatenate(parts)

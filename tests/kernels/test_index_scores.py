@@ -1,0 +1,7 @@
+"""The portable `index_scores`."""
+
+from .base_index_scores import IndexScoresTests
+
+
+class TestIndexScoresXla(IndexScoresTests):
+    implementation = "xla"

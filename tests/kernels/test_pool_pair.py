@@ -1,0 +1,7 @@
+"""The portable `pool_pair`."""
+
+from .base_pool_pair import PoolPairTests
+
+
+class TestPoolPairXla(PoolPairTests):
+    implementation = "xla"

@@ -1,0 +1,7 @@
+"""The portable `row_dot`."""
+
+from .base_row_dot import RowDotTests
+
+
+class TestRowDotXla(RowDotTests):
+    implementation = "xla"

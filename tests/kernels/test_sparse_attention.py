@@ -1,0 +1,7 @@
+"""The portable `sparse_attention`."""
+
+from .base_sparse_attention import SparseAttentionTests
+
+
+class TestSparseAttentionXla(SparseAttentionTests):
+    implementation = "xla"
