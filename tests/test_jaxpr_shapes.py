@@ -93,7 +93,9 @@ def test_walk_sees_what_computes(function: Callable[..., Any], expected: list[st
 
 def test_difference_is_found_and_named() -> None:
     """Guards against a comparison that cannot fail: shapes, dtypes, order and length all count."""
-    with pytest.raises(AssertionError, match=r"primitive 2 of 3 and 3.*\n.*mul.float32.., float32.4.*\n.*mul.float32.., float32.6"):
+    with pytest.raises(
+        AssertionError, match=r"primitive 2 of 3 and 3.*\n.*mul.float32.., float32.4.*\n.*mul.float32.., float32.6"
+    ):
         assert_same_float_shapes(lambda x: jnp.sin(x[:2]).sum() * x, (X,), (Y,))
     half = jax.ShapeDtypeStruct((4,), jnp.bfloat16)
     with pytest.raises(AssertionError, match=r"sin\(float32\[4\]\).*\n.*sin\(bfloat16\[4\]\)"):

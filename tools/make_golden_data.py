@@ -100,7 +100,9 @@ def cut_mode(mode: str, arrays: Arrays) -> Arrays:
     prompts = {"ref_bf16": ("p1", "p7", "p33"), "f32_allq": ("p1", "p7")}.get(mode, PROMPTS)
     result: Arrays = {}
     for prompt in prompts:
-        inside = {key.removeprefix(f"{prompt}/"): value for key, value in arrays.items() if key.startswith(f"{prompt}/")}
+        inside = {
+            key.removeprefix(f"{prompt}/"): value for key, value in arrays.items() if key.startswith(f"{prompt}/")
+        }
         result |= {f"{prompt}/{key}": small(value) for key, value in cut_prompt(mode, prompt, inside).items()}
     return result
 

@@ -75,10 +75,20 @@ class OpTests:
 
     def test_whole_array_mode_gives_the_same_numbers(self) -> None:
         """Guards the differentiable mode (row_tile=None) against computing something else than the tiles."""
-        for function, operands, settings in self.examples():
-            tiled = jax.tree.leaves(self.run(function, *operands, **settings))
-            whole = jax.tree.leaves(self.run(function, *operands, row_tile=None, **settings))
-            for a, b in zip(tiled, whole, strict=True):
+        examples = self.examples()
+
+        @compilation.jit
+        def every(all_operands: list[Any]) -> list[tuple[Any, Any]]:
+            return [
+                (self.kernels()(function, *given, **settings), self.kernels(None)(function, *given, **settings))
+                for (function, _, settings), given in zip(examples, all_operands, strict=True)
+            ]
+
+        results = every([operands for _, operands, _ in examples])
+        for (function, _, _), (tiled, whole) in zip(examples, results, strict=True):
+            for a, b in zip(
+                map(np.asarray, jax.tree.leaves(tiled)), map(np.asarray, jax.tree.leaves(whole)), strict=True
+            ):
                 assert a.dtype == b.dtype
                 if not jnp.issubdtype(a.dtype, jnp.floating):
                     np.testing.assert_array_equal(a, b, err_msg=function.__name__)

@@ -7,7 +7,6 @@ from typing import ClassVar
 import jax
 import numpy as np
 import pytest
-from jax.test_util import check_grads
 
 from deepinfer_jax.kernels.quantization import CacheFormat
 from deepinfer_jax.kernels.rms_norm_quant import norm_rotary_pack, rms_norm, rotary
@@ -26,6 +25,7 @@ from .cases import (
     bad_rows,
     bf16_normal,
     bf16_ulp,
+    check_gradients,
     generator,
     load_unit,
     normal,
@@ -195,9 +195,7 @@ class RmsNormQuantTests(OpTests):
             record = self.run(norm_rotary_pack, x, weight, positions, frequencies, fmt=fmt, eps=EPS)
             expected = cache_record(rotated, fmt)
             assert (record != expected).mean() < 2e-3
-            difference = np.abs(
-                decode_record(record, fmt, size.head_dim) - decode_record(expected, fmt, size.head_dim)
-            )
+            difference = np.abs(decode_record(record, fmt, size.head_dim) - decode_record(expected, fmt, size.head_dim))
             step = 2.0**-3 if fmt == "fp8" else 0.5
             assert_within(difference, np.zeros_like(difference), step * np.abs(rotated) + 0.1)
 
@@ -208,10 +206,9 @@ class RmsNormQuantTests(OpTests):
         rng = generator("norm gradients")
         x, weight = normal(rng, 3, 8, spread=0), normal(rng, 8, spread=0)
         kernels = self.kernels(None)
-        tolerance = {"order": 1, "modes": ("rev",), "atol": 1e-2, "rtol": 1e-2}
-        check_grads(jax.jit(lambda a, b: kernels(rms_norm, a, b, eps=EPS)), (x, weight), **tolerance)
+        check_gradients(lambda a, b: kernels(rms_norm, a, b, eps=EPS), x, weight)
         positions, frequencies = np.arange(3, dtype=np.int32), FREQUENCIES[:2]
-        check_grads(jax.jit(lambda a: kernels(rotary, a, positions, frequencies)), (x[:, None],), **tolerance)
+        check_gradients(lambda a: kernels(rotary, a, positions, frequencies), x[:, None])
 
     def test_contract(self) -> None:
         """Guards against operands that would be broadcast or cut without a word."""

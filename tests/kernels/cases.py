@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
+import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,9 @@ UNITS = Path(__file__).parents[1] / "data" / "units"
 
 ROW_COUNTS = (1, 2, 17, 64, 256, 512)
 """One row; a pair; a partial second tile; whole tiles in growing number."""
+
+DISTINCT_ROWS = 80
+"""Different rows of a case; larger counts repeat them, each then at several positions."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,40 +228,51 @@ def _rows_of(result: Any, index: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Prepared:
-    """Operands of a case, its compiled call, and every row's result when computed alone."""
+    """Operands of a case, its programs by row count, and every distinct row's result when computed alone."""
 
     rows: tuple[np.ndarray, ...]
     constants: tuple[Any, ...]
-    call: Callable[..., Any]
+    programs: dict[int, Callable[..., Any]]
     alone: Any
+
+    def call(self, index: np.ndarray) -> Any:
+        """The rows of these numbers, computed together."""
+        return self.programs[len(index)](_take(self.rows, index), self.constants)
+
+
+def compile_all(lowered: Sequence[Any]) -> list[Any]:
+    """Compile several lowered programs, as many at a time as there are cores."""
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda program: program.compile(), lowered))
 
 
 @functools.lru_cache(maxsize=1)
 def _prepared(case: RowCase, kernels: Kernels) -> _Prepared:
     rng = generator("rows", case.name)
-    most = max(ROW_COUNTS)
-    rows = tuple(np.asarray(x) for x in case.rows(rng, most))
+    rows = tuple(np.asarray(x) for x in case.rows(rng, DISTINCT_ROWS))
     constants = jax.tree.map(jnp.asarray, case.constants(rng))
-    call = compilation.jit(lambda r, c: case.call(kernels, r, c))
-    alone = [jax.tree.map(np.asarray, call(_take(rows, slice(t, t + 1)), constants)) for t in range(most)]
-    return _Prepared(rows, constants, call, jax.tree.map(lambda *parts: np.concatenate(parts), *alone))
+    jitted = compilation.jit(lambda r, c: case.call(kernels, r, c))
+    lowered = [jitted.lower(_take(rows, np.arange(count) % DISTINCT_ROWS), constants) for count in ROW_COUNTS]
+    programs = dict(zip(ROW_COUNTS, compile_all(lowered), strict=True))
+    given = _Prepared(rows, constants, programs, None)
+    alone = [jax.tree.map(np.asarray, given.call(np.array([t]))) for t in range(DISTINCT_ROWS)]
+    return dataclasses.replace(given, alone=jax.tree.map(lambda *parts: np.concatenate(parts), *alone))
 
 
 def check_rows_are_independent(case: RowCase, kernels: Kernels) -> None:
     """A row's bits are those it has alone, at every row count, at every position, beside any other row."""
     given = _prepared(case, kernels)
-    order = generator("order", case.name).permutation(max(ROW_COUNTS))
+    rng = generator("order", case.name)
     for count in ROW_COUNTS:
-        for index, what in ((np.arange(count), "in order"), (order[:count], "permuted")):
-            together = given.call(_take(given.rows, index), given.constants)
-            assert_same_bits(together, _rows_of(given.alone, index), f"{case}, {count} rows {what}")
+        for index in (np.arange(count) % DISTINCT_ROWS, rng.integers(0, DISTINCT_ROWS, size=count)):
+            assert_same_bits(given.call(index), _rows_of(given.alone, index), f"{case}, {count} rows {index[:8]}")
     if case.poison is not None:
-        clean = _take(given.rows, slice(0, 17))
+        clean = _take(given.rows, np.arange(17))
         good = np.arange(17) % 3 != 0
         mixed = case.poison(clean)
         for operand, original in zip(mixed, clean, strict=True):
             operand[good] = original[good]
-        beside = given.call(mixed, given.constants)
+        beside = given.programs[17](mixed, given.constants)
         assert_same_bits(_rows_of(beside, good), _rows_of(given.alone, np.arange(17)[good]), f"{case}, beside bad rows")
 
 
@@ -264,10 +280,11 @@ def check_rows_inside_larger_program(case: RowCase, kernels: Kernels) -> None:
     """The bits survive surrounding arithmetic that a compiler could merge with the op, and a scan over calls."""
     given = _prepared(case, kernels)
     first = np.arange(17)
+    operands = _take(given.rows, first)
 
     def larger(r: tuple[Any, ...], c: tuple[Any, ...]) -> Any:
-        def step(carry: Any, operands: tuple[Any, ...]) -> tuple[Any, Any]:
-            result = case.call(kernels, operands, c)
+        def step(carry: Any, slices: tuple[Any, ...]) -> tuple[Any, Any]:
+            result = case.call(kernels, slices, c)
             return jax.tree.map(lambda total, y: total * 0.5 + y, carry, result), result
 
         result = case.call(kernels, r, c)
@@ -276,8 +293,44 @@ def check_rows_inside_larger_program(case: RowCase, kernels: Kernels) -> None:
         stack = tuple(jnp.stack([x, x[::-1]]) for x in r)
         return result, other, jax.lax.scan(step, used, stack)
 
-    inside, rolled, (_, steps) = compilation.jit(larger)(_take(given.rows, first), given.constants)
+    inside, rolled, (_, steps) = compilation.jit(larger)(operands, given.constants)
     assert_same_bits(inside, _rows_of(given.alone, first), f"{case}, inside a larger program")
     assert_same_bits(rolled, _rows_of(given.alone, np.roll(first, 5)), f"{case}, second call of a program")
     expected = jax.tree.map(lambda y: np.stack([y[first], y[first[::-1]]]), given.alone)
     assert_same_bits(steps, expected, f"{case}, inside a scan")
+
+
+# ---- gradients -------------------------------------------------------------------------------------
+
+
+def check_gradients(function: Callable[..., Any], *operands: Any, step: float = 1e-2, tolerance: float = 1e-2) -> None:
+    """The reverse-mode derivative along a random direction is the central difference of a random functional.
+
+    One direction at a time for each operand, so that a wrong gradient of one cannot hide behind the others.
+    step: relative to unit directions in float32, where it balances curvature against rounding.
+    """
+    rng = generator("gradients", *(np.shape(x) for x in operands))
+    operands = tuple(jnp.asarray(x, jnp.float32) for x in operands)
+    directions = [jnp.asarray(rng.normal(size=x.shape), jnp.float32) / np.sqrt(max(x.size, 1)) for x in operands]
+    shapes = jax.eval_shape(function, *operands)
+    weights = jax.tree.map(lambda y: jnp.asarray(rng.normal(size=y.shape), jnp.float32), shapes)
+
+    def functional(*xs: jax.Array) -> jax.Array:
+        return sum(
+            jnp.vdot(w, y) for w, y in zip(jax.tree.leaves(weights), jax.tree.leaves(function(*xs)), strict=True)
+        )
+
+    @compilation.jit
+    def both(xs: tuple[jax.Array, ...]) -> tuple[list[jax.Array], list[jax.Array]]:
+        slopes = jax.grad(functional, argnums=tuple(range(len(xs))))(*xs)
+        exact = [jnp.vdot(slope, d) for slope, d in zip(slopes, directions, strict=True)]
+        numeric = []
+        for i, d in enumerate(directions):
+            ahead, behind = (functional(*xs[:i], xs[i] + s * d, *xs[i + 1 :]) for s in (step, -step))
+            numeric.append((ahead - behind) / (2 * step))
+        return exact, numeric
+
+    exact, numeric = both(operands)
+    for number, (a, b) in enumerate(zip(exact, numeric, strict=True)):
+        assert np.isfinite(a), f"gradient of operand {number} is {a}"
+        assert abs(a - b) <= tolerance * max(1.0, abs(b)), f"operand {number}: gradient {a}, difference {b}"

@@ -7,6 +7,7 @@ pytest.register_assert_rewrite(*(f"tests.kernels.{name}" for name in _SHARED))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run the row tests of an operator's class once per case that the class lists, case by case."""
+    """Run the row tests of an operator's class once per case that the class lists; the first one is in the fast tier."""
     if "row_case" in metafunc.fixturenames and metafunc.cls is not None:
-        metafunc.parametrize("row_case", metafunc.cls.row_cases, ids=str, scope="class")
+        first, *others = metafunc.cls.row_cases
+        metafunc.parametrize("row_case", [pytest.param(first, marks=pytest.mark.fast), *others], ids=str, scope="class")

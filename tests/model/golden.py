@@ -130,8 +130,9 @@ def empty_state(config: ModelConfig, profile: NumericsProfile, row_block: int) -
 
 
 def as_numpy(values: jax.Array) -> np.ndarray:
-    """A NumPy copy; bfloat16 becomes float32."""
-    return np.array(values.astype(jnp.float32) if values.dtype == jnp.bfloat16 else values)
+    """NumPy values; bfloat16 becomes float32."""
+    result = np.asarray(values)
+    return result.astype(np.float32) if values.dtype == jnp.bfloat16 else result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,9 +163,9 @@ class Model:
             def whole(params: Params, state: State, batch: Batch) -> Any:
                 return forward(params, state, batch, config=self.config, profile=self.profile, captures=CAPTURED)
 
-            self._program = jit(whole).lower(self.params, state, batch).compile()
+            self._program = jit(whole)
         outputs, state = self._program(self.params, state, batch)
-        captured = {name: as_numpy(value[:, :count]) for name, value in outputs.captured.items()}
+        captured = {name: as_numpy(value)[:, :count] for name, value in outputs.captured.items()}
         return Run(as_numpy(outputs.logits)[:count], captured, state)
 
     def prefill(self, token_ids: np.ndarray, image: np.ndarray | None = None) -> Run:

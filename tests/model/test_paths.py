@@ -56,9 +56,7 @@ def test_token_by_token(profile: NumericsProfile) -> None:
     shape = Shape()
     runner = Runner(profile, shape, plain_tables(shape))
     ids = SEQUENCES[3]
-    rows = [
-        runner.run([Chunk(2, i, [ids[i]], len(ids), "all", image_of(3, i, 1))]).logits[0] for i in range(len(ids))
-    ]
+    rows = [runner.run([Chunk(2, i, [ids[i]], len(ids), "all", image_of(3, i, 1))]).logits[0] for i in range(len(ids))]
     assert_same_bits(np.stack(rows), reference_logits(profile, 3), "token by token")
 
 
