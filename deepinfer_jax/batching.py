@@ -27,6 +27,7 @@ class Chunk:
     prompt_length: whole length of the prompt; rows from there on are never trimmed.
     logits: rows whose logits are wanted.
     image: per token, True inside an image span; empty = no image.
+    replay: in place of the batch's rule for this sequence.
     """
 
     slot: int
@@ -35,6 +36,7 @@ class Chunk:
     prompt_length: int
     logits: Literal["none", "last", "all"] = "last"
     image: Sequence[bool] = ()
+    replay: Replay | None = None
 
 
 def decoder_start_position(config: ModelConfig, prompt_length: int, replay: Replay) -> int:
@@ -81,7 +83,8 @@ def make_batch(
     wanted: list[int] = []
     window_start = np.zeros(page_table.shape[0], np.int32)
     for chunk in chunks:
-        first = decoder_start_position(config, chunk.prompt_length, replay)
+        rule = chunk.replay or replay
+        first = decoder_start_position(config, chunk.prompt_length, rule)
         window_start[chunk.slot] = first
         size = len(chunk.token_ids)
         for offset in range(size):
@@ -92,7 +95,7 @@ def make_batch(
                     wanted.append(len(kept))
                 kept.append(len(ids) + offset)
             elif asked:
-                raise ValueError(f"logits of position {position} are wanted, but replay={replay!r} drops its row")
+                raise ValueError(f"logits of position {position} are wanted, but replay={rule!r} drops its row")
         ids.extend(int(token) for token in chunk.token_ids)
         positions.extend(range(chunk.start, chunk.start + size))
         sequence.extend([chunk.slot] * size)

@@ -25,6 +25,7 @@ _AVAILABLE: dict[str, tuple[str, ...]] = {
     "mhc_mix": ("xla",),
     "engram_rows": ("xla",),
     "pool_pair": ("xla",),
+    "sample_tokens": ("xla",),
 }
 """Implementations that exist, per op (folder of this package)."""
 

@@ -252,7 +252,7 @@ LayerParams = dict[str, Any]
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["embed", "norm", "head", "segments", "engram_token_map", "draft", "vision"],
-    meta_fields=["config"],
+    meta_fields=["config", "numerics", "tokenizer_id"],
 )
 @dataclasses.dataclass(frozen=True)
 class Params:
@@ -260,6 +260,7 @@ class Params:
 
     engram_token_map: int32 [vocab_size] class of each token id, None without Engram layers.
     draft: one dict per DSpark stage. vision: dict by declaration key, empty without a tower.
+    numerics: name of the profile that generation uses. tokenizer_id: digest of the model's tokenizer file.
     """
 
     config: ModelConfig
@@ -270,6 +271,8 @@ class Params:
     engram_token_map: jax.Array | None
     draft: tuple[LayerParams, ...]
     vision: LayerParams
+    numerics: str = "reference"
+    tokenizer_id: str | None = None
 
 
 PlaceFn = Callable[[Parameter, tuple[int, ...], tuple[str, ...]], Any]

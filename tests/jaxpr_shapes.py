@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import Jaxpr
 from jax.extend.source_info_util import summarize
 
 COPIES = frozenset(
@@ -68,15 +68,14 @@ def _is_float(aval: Any) -> bool:
 
 
 def _text(aval: Any) -> str:
-    return f"{jnp.dtype(aval.dtype).name}{list(aval.shape)}" if hasattr(aval, "dtype") else str(aval)
+    return f"{aval.dtype}{list(aval.shape)}" if hasattr(aval, "dtype") else str(aval)
 
 
 def _inner(value: Any) -> Iterator[Jaxpr]:
     """Programs in a primitive's parameter, tuples and lists included."""
-    if isinstance(value, ClosedJaxpr):
-        yield value.jaxpr
-    elif isinstance(value, Jaxpr):
-        yield value
+    program = getattr(value, "jaxpr", value)  # closed over constants or not
+    if isinstance(program, Jaxpr):
+        yield program
     elif isinstance(value, tuple | list):
         for item in value:
             yield from _inner(item)

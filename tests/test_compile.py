@@ -100,7 +100,7 @@ def test_jit_passes_its_arguments_on() -> None:
 
 def test_unknown_platform_is_refused() -> None:
     """Guards against results without a promise on a platform that nobody has listed."""
-    with pytest.raises(ValueError, match="'tpu' has no list.*cpu, gpu, cuda"):
+    with pytest.raises(ValueError, match=r"'tpu' has no list.*cpu, gpu, cuda"):
         compilation.compiler_options("tpu")
     with pytest.raises(ValueError, match="'tpu' has no list"):
         compilation.jit(jnp.sin, platform="tpu")

@@ -11,7 +11,8 @@ they are. Of the results the tests keep, under the names of the source:
 - greedy logits of three steps ("<prompt>/greedy_rows");
 - residual streams of the rows named in "<prompt>/stream_rows", collapse weights `pre` of all rows;
 - cache contents of p7 and p33 (`f32_noq`: window keys of p7 only);
-- mode `f32_allq`: p1 and p7; mode `ref_bf16`: whole streams of p7 and p33, to run layer by layer.
+- mode `f32_allq`: p1 and p7; mode `ref_bf16`: p1, p7 and p33, the latter two with the streams of every row where the
+  source has them, so that each layer can be run from its recorded input.
 
 bfloat16 is stored as uint16 under "<key>:bf16"; so are quantised cache contents, which bfloat16 holds exactly.
 """
@@ -33,7 +34,17 @@ PROMPTS = ("p1", "p7", "p33", "p64")
 GREEDY_ROWS = (0, 11, 23)
 LIMIT = 14_500_000
 
-EVERY_PROMPT = ("input_ids", "router_idx", "router_w", "index_topk", "cand_mask", "engram_hash", "engram_gate")
+KEPT = (
+    "input_ids",
+    "router_idx",
+    "router_w",
+    "index_topk",
+    "cand_mask",
+    "engram_hash",
+    "engram_gate",
+    "pre",
+    "greedy_ids",
+)
 GAPS = ("index_gap", "cand_gap")
 CACHES = ("window_kv", "ckv", "ik")
 DRAFT = ("draft_ids", "anchor_pos", "greedy_ids", "confidence_raw", "hidden", "main_x", "taps", "logits", "base_logits")
@@ -59,39 +70,35 @@ def small(values: np.ndarray) -> np.ndarray:
 
 def some_rows(mode: str, prompt: str, rows: np.ndarray) -> np.ndarray:
     """Places in `stream_rows` that stay."""
-    count = len(rows)
-    if prompt == "p1" or (mode == "f32_allq" and prompt == "p7") or mode == "ref_bf16":
-        return np.arange(count)
-    return np.array([count // 3, 2 * count // 3, count - 1])
+    if mode == "ref_bf16" or prompt == "p1" or (mode, prompt) == ("f32_allq", "p7"):
+        return np.arange(len(rows))
+    return np.array([len(rows) // 3, 2 * len(rows) // 3, len(rows) - 1])
 
 
 def cut_prompt(mode: str, prompt: str, arrays: Arrays) -> Arrays:
     """The kept results of one prompt, keys without the prompt."""
     kept: Arrays = {}
-    whole = {"ref_bf16": ("p7", "p33"), "f32_allq": ("p7",)}.get(mode, PROMPTS)
+    # A layer can be run from its recorded input when the input of every row is recorded.
+    by_layer = len(arrays.get("stream_rows", ())) == len(arrays["input_ids"]) and prompt != "p1"
     for key, values in arrays.items():
         stem = key.split("/")[0].removesuffix(":bf16")
-        exact = mode == "f32_noq"
-        if stem in EVERY_PROMPT or stem.startswith("open_") or (stem in GAPS and mode == "ref_bf16"):
+        if stem in KEPT or stem.startswith("open_") or (mode == "ref_bf16" and stem in GAPS):
             kept[key] = values
-        elif stem in ("pre", "greedy_ids"):
-            kept[key] = values
-        elif stem == "streams" and prompt in ("p1", *whole):
+        elif stem == "streams" and (mode != "ref_bf16" or by_layer):
             places = some_rows(mode, prompt, arrays["stream_rows"])
-            kept[key] = values[:, places]
-            kept["stream_rows"] = arrays["stream_rows"][places]
-        elif stem in CACHES and not (exact and stem == "window_kv" and prompt == "p33"):
-            if exact or key.endswith(":bf16"):
+            kept |= {key: values[:, places], "stream_rows": arrays["stream_rows"][places]}
+        elif stem in CACHES and mode == "f32_noq":
+            if stem != "window_kv" or prompt == "p7":
                 kept[key] = values
-            else:
-                kept[f"{key}:bf16"] = exact_bfloat16(values)
-        elif stem == "logits" and prompt != "p64":
-            kept[key] = values
-        elif stem == "logits":
+        elif stem in CACHES and (mode != "ref_bf16" or by_layer):
+            kept |= {key: values} if key.endswith(":bf16") else {f"{key}:bf16": exact_bfloat16(values)}
+        elif stem == "logits" and prompt == "p64":
             rows = np.unique([*range(0, len(values), 4), len(values) - 1])
             kept |= {"logits": values[rows], "logit_rows": rows}
         elif stem == "greedy_logits" and mode in ("f32_noq", "f32_kvq"):
             kept |= {"greedy_logits": values[list(GREEDY_ROWS)], "greedy_rows": np.array(GREEDY_ROWS)}
+        elif stem == "logits":
+            kept[key] = values
     return kept
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -89,7 +90,8 @@ def main(arguments: list[str]) -> int:
     total = 0
     for name in FILES:
         target = OUTPUT / f"{name}.npz"
-        np.savez_compressed(target, **cut(name, read(Path(arguments[0]) / f"{name}.safetensors")))
+        arrays: dict[str, Any] = cut(name, read(Path(arguments[0]) / f"{name}.safetensors"))
+        np.savez_compressed(target, **arrays)
         total += target.stat().st_size
         print(f"{target.name:24} {target.stat().st_size:9} bytes")
     print(f"{'all':24} {total:9} bytes")

@@ -59,15 +59,17 @@ class OpTests:
         fixed = tuple((name, value) for name, value in settings.items() if name not in arrays)
         return jax.tree.map(np.asarray, _compiled(function, self.kernels(row_tile), fixed)(*operands, **arrays))
 
+    @pytest.mark.fast
     def test_missing_implementations_say_so(self) -> None:
         """Guards against a silent fallback to another implementation, and against a misspelt name."""
         for function, operands, settings in self.examples():
             for name in self.unsupported:
                 with pytest.raises(NotImplementedError, match=f"{self.op}.*{name}"):
                     function(*operands, implementation=cast(Implementation, name), **settings)
-            with pytest.raises(ValueError, match="'tpu' is unknown.*xla.*mosaic_gpu.*cann"):
+            with pytest.raises(ValueError, match=r"'tpu' is unknown.*xla.*mosaic_gpu.*cann"):
                 function(*operands, implementation=cast(Implementation, "tpu"), **settings)
 
+    @pytest.mark.fast
     def test_choice_by_name_is_used(self) -> None:
         """Guards against an implementation under test that is not the one that runs."""
         module = implementation_module(self.op, self.implementation)

@@ -104,6 +104,7 @@ class EngramRowsTests(OpTests):
 
     # ---- hash ------------------------------------------------------------------------------------
 
+    @pytest.mark.fast
     def test_hash_worked_example(self) -> None:
         """Guards order, sticky padding and offsets on a hash that can be done by hand (`blocks.md` 8.2)."""
         classes = [0, 7, 10, 45, 45]
@@ -151,6 +152,7 @@ class EngramRowsTests(OpTests):
             for position, row in expected.items():
                 np.testing.assert_array_equal(found[position], row)
 
+    @pytest.mark.fast
     def test_hash_golden(self) -> None:
         """Guards the released hash on 64 tokens, with and without an image span."""
         unit = load_unit("engram_hash_real")
@@ -202,6 +204,7 @@ class EngramRowsTests(OpTests):
         ones, keep = np.ones((1, size), np.float32), np.ones(1, bool)
         return float(self.run(engram_gate, streams, projected, ones, ones, keep, eps=EPS)[1].item())
 
+    @pytest.mark.fast
     def test_gate_worked_example(self) -> None:
         """Guards the signed root, the scale invariance that eps = 1e-20 leaves, and the floor at zero."""
         np.testing.assert_allclose(self.one_gate(2.0, 1.0), 0.8044297, atol=1e-6)
@@ -257,6 +260,7 @@ class EngramRowsTests(OpTests):
 
     # ---- contract --------------------------------------------------------------------------------
 
+    @pytest.mark.fast
     def test_contract(self) -> None:
         """Guards against tables and operands that do not belong together."""
         products, moduli, offsets = hash_constants()

@@ -169,6 +169,7 @@ class IndexScoresTests(OpTests):
 
         check_gradients(score, q, weights, pages)
 
+    @pytest.mark.fast
     def test_contract(self) -> None:
         """Guards against operands that would be broadcast without a word."""
         q, weights, pages = np.zeros((2, 4, 32), BF16), np.zeros((2, 4), BF16), np.zeros((3, 8, 17), np.uint8)

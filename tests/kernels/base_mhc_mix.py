@@ -107,6 +107,7 @@ class MhcMixTests(OpTests):
         flat = np.concatenate([np.zeros(2 * len(logits)), np.array(logits, np.float64).ravel()])
         return values(self.coefficients(flat[None], np.zeros(len(flat)), np.ones(3))[2][0])
 
+    @pytest.mark.fast
     def test_golden(self) -> None:
         """Guards all coefficients on 64 recorded mixes, half of them with large logits."""
         unit = load_unit("mhc")
@@ -134,6 +135,7 @@ class MhcMixTests(OpTests):
         for actual, wanted in zip(result, expected, strict=True):
             np.testing.assert_allclose(values(actual), wanted, rtol=5e-6, atol=2e-6)
 
+    @pytest.mark.fast
     def test_worked_coefficients(self) -> None:
         """Guards the three uses of hc_eps: beside pre, after the softmax, in every denominator."""
         pre, post, comb = self.coefficients(np.zeros((3, 24)), np.zeros(24), np.ones(3))
@@ -142,6 +144,7 @@ class MhcMixTests(OpTests):
         np.testing.assert_allclose(comb, 0.24999975, atol=3e-8)
         np.testing.assert_allclose(comb.sum(axis=1), 0.999999, atol=2e-7)
 
+    @pytest.mark.fast
     def test_worked_matrices(self) -> None:
         """Guards the order of normalisations by the worked examples of `blocks.md` 2.6."""
         two = self.matrix([[0, math.log(3)], [0, 0]])
@@ -158,6 +161,7 @@ class MhcMixTests(OpTests):
         ]
         np.testing.assert_allclose(mixed, expected, atol=1e-6)
 
+    @pytest.mark.fast
     def test_worked_iterations(self) -> None:
         """Guards the loop: one iteration is the softmax and a column step, each further one rows and columns."""
         flat = np.concatenate([np.zeros(4), [0, math.log(3), 0, 0]])[None]
@@ -200,12 +204,14 @@ class MhcMixTests(OpTests):
         for actual, wanted in zip(other, (pre[:, order], post[:, order], comb[:, order][:, :, order]), strict=True):
             np.testing.assert_allclose(actual, wanted, rtol=3e-6, atol=1e-6)
 
+    @pytest.mark.fast
     def test_expand_worked_example(self) -> None:
         """Guards the direction of comb: the sum runs over its first index."""
         streams, y = np.array([[[1.0], [3.0]]], np.float32), np.array([[10.0]], np.float32)
         comb, post = np.array([[[0.2, 0.8], [0.9, 0.1]]], np.float32), np.array([[2.0, 0.5]], np.float32)
         np.testing.assert_allclose(self.run(expand, y, streams, post, comb)[0, :, 0], [22.9, 6.1], rtol=1e-6)
 
+    @pytest.mark.fast
     def test_identities_are_exact(self) -> None:
         """Guards layer 0 and idle sublayers: one-hot collapse is the embedding, C = I keeps the streams' bits."""
         rng = generator("identities")
@@ -251,6 +257,7 @@ class MhcMixTests(OpTests):
         operands = (streams, *parameters(rng, 8), y)
         check_gradients(block, *operands)
 
+    @pytest.mark.fast
     def test_contract(self) -> None:
         """Guards against operands that would be broadcast without a word."""
         streams, fn = np.zeros((3, 4, 64), np.float32), np.zeros((24, 256), np.float32)

@@ -97,6 +97,7 @@ class PoolPairTests(OpTests):
 
         check_gradients(pool, u, z, weight)
 
+    @pytest.mark.fast
     def test_contract(self) -> None:
         """Guards against operands that would be broadcast without a word."""
         u, weight, settings = np.zeros((3, 2, 8), np.float32), np.zeros(8, np.float32), {"eps": EPS, "out_dtype": BF16}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import jax
 import numpy as np
 import pytest
 
@@ -94,6 +93,7 @@ class RmsNormQuantTests(OpTests):
 
     # ---- norm ------------------------------------------------------------------------------------
 
+    @pytest.mark.fast
     def test_norm_golden(self) -> None:
         """Guards eps = 1e-20 on rows scaled from 2^-60 to 2^20 and a zero row, and the one rounding."""
         unit = load_unit("rmsnorm_eps")
@@ -119,6 +119,7 @@ class RmsNormQuantTests(OpTests):
 
     # ---- rotary ----------------------------------------------------------------------------------
 
+    @pytest.mark.fast
     def test_rotary_golden(self) -> None:
         """Guards pairs, tail, sign, and the float32 angle at positions up to 1,048,575 of the released model.
 
@@ -136,6 +137,7 @@ class RmsNormQuantTests(OpTests):
             assert_within(y, expected, bf16_ulp(expected))
             assert (values(y) != expected).mean() < 1e-3
 
+    @pytest.mark.fast
     def test_cosines_golden(self) -> None:
         """Guards the angle itself: the product of position and frequency is rounded to float32 first."""
         unit = load_unit("rope_real")
@@ -210,6 +212,7 @@ class RmsNormQuantTests(OpTests):
         positions, frequencies = np.arange(3, dtype=np.int32), FREQUENCIES[:2]
         check_gradients(lambda a: kernels(rotary, a, positions, frequencies), x[:, None])
 
+    @pytest.mark.fast
     def test_contract(self) -> None:
         """Guards against operands that would be broadcast or cut without a word."""
         x, weight, positions = np.zeros((3, 64), np.float32), np.zeros(64, np.float32), np.zeros(3, np.int32)

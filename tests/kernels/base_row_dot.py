@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deepinfer_jax.kernels.quantization import QuantTensor
+from deepinfer_jax.kernels.quantization import QuantTensor, WeightFormat
 from deepinfer_jax.kernels.row_dot import row_dot, row_dot_grouped
 
 from . import reference
@@ -170,8 +169,9 @@ class RowDotTests(OpTests):
         assert np.all(values(y)[:, 0] != 0)
         assert not values(y)[:, 1:].any()
 
+    @pytest.mark.fast
     @pytest.mark.parametrize("fmt", ["fp8", "fp4"])
-    def test_golden_products(self, fmt: str) -> None:
+    def test_golden_products(self, fmt: WeightFormat) -> None:
         """Guards the packed formats against the recorded products of three implementations."""
         unit = load_unit("gemm")
         codes = unit[f"{fmt}.weight"]
@@ -203,6 +203,7 @@ class RowDotTests(OpTests):
                 packed = self.run(row_dot, x, w, quantize_input=quantize)
                 assert_same_bits(packed, self.run(row_dot, x, plain, quantize_input=quantize), w.format)
 
+    @pytest.mark.fast
     def test_single_precision_products_are_exact_float32(self) -> None:
         """Guards against TF32 or bfloat16 operands: these factors need all 24 bits of a float32."""
         x = np.full((2, 32), 1 + 2.0**-20, np.float32)
@@ -222,6 +223,7 @@ class RowDotTests(OpTests):
         g = normal(rng, 3, 2, 6, spread=0)
         check_gradients(lambda a, b: kernels(row_dot_grouped, a, b), g, w[:, :6])
 
+    @pytest.mark.fast
     def test_contract(self) -> None:
         """Guards against operands that would be broadcast, cast or cut without a word."""
         x, w = np.zeros((2, 32), np.float32), np.zeros((8, 32), np.float32)

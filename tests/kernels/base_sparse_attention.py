@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import jax
 import numpy as np
 import pytest
 
-from deepinfer_jax.kernels.quantization import CacheFormat
 from deepinfer_jax.kernels.rms_norm_quant import rotary
 from deepinfer_jax.kernels.sparse_attention import sparse_attention
 
@@ -34,8 +32,8 @@ from .cases import (
 )
 from .reference_formats import bf16, cache_record, decode_record
 
-FLOAT32: dict[str, CacheFormat] = {"window_format": "float32", "compressed_format": "float32"}
-PACKED: dict[str, CacheFormat] = {"window_format": "fp8", "compressed_format": "fp4_e4m3"}
+FLOAT32: dict[str, Any] = {"window_format": "float32", "compressed_format": "float32"}
+PACKED: dict[str, Any] = {"window_format": "fp8", "compressed_format": "fp4_e4m3"}
 
 
 def slots(rng: np.random.Generator, rows: int, count: int, records: int, masked: float = 0.3) -> np.ndarray:
@@ -49,7 +47,7 @@ def records(rng: np.random.Generator, count: int, size: int, fmt: str) -> np.nda
     return cache_record(values(bf16_normal(rng, count, size)), fmt)
 
 
-def constants(rng: np.random.Generator, size: Size, formats: dict[str, CacheFormat]) -> tuple[Any, ...]:
+def constants(rng: np.random.Generator, size: Size, formats: dict[str, Any]) -> tuple[Any, ...]:
     """(window records, compressed records, sink)."""
     window = records(rng, 90, size.head_dim, formats["window_format"])
     compressed = records(rng, 70, size.head_dim, formats["compressed_format"])
@@ -91,7 +89,7 @@ class SparseAttentionTests(OpTests):
         rng = generator("attention examples")
         window, compressed, sink = constants(rng, MICRO, PACKED)
         q, near, far = bf16_normal(rng, 5, 4, 64), slots(rng, 5, 8, 90), slots(rng, 5, 4, 70)
-        settings = PACKED | {"scale": 0.125}
+        settings: dict[str, Any] = PACKED | {"scale": 0.125}
         return [
             (sparse_attention, (q, window, near, compressed, far, sink), settings),
             (sparse_attention, (q, window, near, None, None, sink), settings),
@@ -131,6 +129,7 @@ class SparseAttentionTests(OpTests):
         else:
             assert_within(y, expected, 2.0**-19 * np.abs(keys).max())
 
+    @pytest.mark.fast
     def test_golden_released_size(self) -> None:
         """Guards 64 heads x 512 dims x 640 slots with interior holes against recorded numbers.
 
@@ -139,7 +138,7 @@ class SparseAttentionTests(OpTests):
         """
         unit = load_unit("sparse_attn_real")
         near, far = unit["idx"][:, :128], unit["idx"][:, 128:]
-        settings = FLOAT32 | {"scale": 512**-0.5}
+        settings: dict[str, Any] = FLOAT32 | {"scale": 512**-0.5}
         kv = unit["kv"].astype(np.float32)
         q32 = unit["q"].astype(np.float32)
         exact = self.run(sparse_attention, q32, kv, near, kv, far, unit["sink"], **settings)
@@ -166,7 +165,7 @@ class SparseAttentionTests(OpTests):
         rng = generator("placement")
         window, compressed, sink = constants(rng, MICRO, PACKED)
         q, near, far = bf16_normal(rng, 18, 4, 64), slots(rng, 18, 8, 90), slots(rng, 18, 4, 70)
-        settings = PACKED | {"scale": 0.125}
+        settings: dict[str, Any] = PACKED | {"scale": 0.125}
         first = self.run(sparse_attention, q, window, near, compressed, far, sink, **settings)
         moved = []
         for part, rows in ((window, near), (compressed, far)):
@@ -182,7 +181,7 @@ class SparseAttentionTests(OpTests):
         window, compressed, sink = constants(rng, MICRO, FLOAT32)
         q, near, far = normal(rng, 18, 4, 64), slots(rng, 18, 8, 90), slots(rng, 18, 4, 70)
         near, far = np.where(near == 0, 1, near), np.where(far == 0, 1, far)
-        settings = FLOAT32 | {"scale": 0.125}
+        settings: dict[str, Any] = FLOAT32 | {"scale": 0.125}
         clean = self.run(sparse_attention, q, window, near, compressed, far, sink, **settings)
         for fill in (np.nan, np.inf):
             window[0] = compressed[0] = fill  # masked slots read record 0
@@ -200,12 +199,13 @@ class SparseAttentionTests(OpTests):
         assert np.isfinite(y).all()
         assert np.abs(y).max(axis=(1, 2))[np.arange(18) != 3].min() > 0
 
+    @pytest.mark.fast
     def test_sink(self) -> None:
         """Guards the sink: absent at minus infinity, everything at plus infinity, half beside an equal logit."""
         rng = generator("sink")
         window = normal(rng, 4, 64)
         q = normal(rng, 2, 4, 64, spread=0)
-        settings = FLOAT32 | {"scale": 0.125}
+        settings: dict[str, Any] = FLOAT32 | {"scale": 0.125}
         near = np.array([[0, 1, 2, -1], [3, -1, -1, -1]], np.int32)
         keys, valid = values(window)[near], near >= 0
 
@@ -247,9 +247,10 @@ class SparseAttentionTests(OpTests):
         def attend(queries: Any, recent: Any, older: Any, sink: Any) -> Any:
             return kernels(sparse_attention, queries, recent, near, older, far, sink, **FLOAT32, scale=0.35)
 
-        operands = (q, window, compressed, np.float32([0.3, -0.2]))
+        operands = (q, window, compressed, np.array([0.3, -0.2]))
         check_gradients(attend, *operands)
 
+    @pytest.mark.fast
     def test_contract(self) -> None:
         """Guards against operands that would be broadcast or ignored without a word."""
         q, w, rows = np.zeros((2, 4, 64), np.float32), np.zeros((5, 64), np.float32), np.zeros((2, 3), np.int32)

@@ -92,6 +92,7 @@ class TopKTests(OpTests):
         mask = self.run(candidate_blocks, scores, visible, block_size=8, blocks=blocks)
         np.testing.assert_array_equal(mask, reference.candidate_blocks(scores, visible, 8, blocks))
 
+    @pytest.mark.fast
     def test_selection_is_ascending_and_padded(self) -> None:
         """Guards the form of the list on cases that can be read off."""
         inf = np.float32(-np.inf)
@@ -121,6 +122,7 @@ class TopKTests(OpTests):
             found = self.run(top_k, shuffled[None], k=k)[0]
             assert set(found) == set(np.argsort(-shuffled, kind="stable")[:k])
 
+    @pytest.mark.fast
     def test_golden_candidates_beyond_16384(self) -> None:
         """Guards the released candidate filter where it bites: 2,048 blocks of 8 among up to 20,000 entries."""
         unit = load_unit("candidate_real")
@@ -176,6 +178,7 @@ class TopKTests(OpTests):
         assert_same_bits(mask[:, :5], narrow, "candidates of wider rows")
         assert not mask[:, 5:].any()
 
+    @pytest.mark.fast
     def test_contract(self) -> None:
         """Guards against masks that do not cover the scores."""
         scores, visible = normal(generator("contract"), 3, 20), np.zeros(3, np.int32)

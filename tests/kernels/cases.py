@@ -253,7 +253,8 @@ def _prepared(case: RowCase, kernels: Kernels) -> _Prepared:
     constants = jax.tree.map(jnp.asarray, case.constants(rng))
     jitted = compilation.jit(lambda r, c: case.call(kernels, r, c))
     lowered = [jitted.lower(_take(rows, np.arange(count) % DISTINCT_ROWS), constants) for count in ROW_COUNTS]
-    programs = dict(zip(ROW_COUNTS, compile_all(lowered), strict=True))
+    programs: dict[int, Callable[..., Any]] = {}
+    programs.update(zip(ROW_COUNTS, compile_all(lowered), strict=True))
     given = _Prepared(rows, constants, programs, None)
     alone = [jax.tree.map(np.asarray, given.call(np.array([t]))) for t in range(DISTINCT_ROWS)]
     return dataclasses.replace(given, alone=jax.tree.map(lambda *parts: np.concatenate(parts), *alone))
@@ -316,21 +317,13 @@ def check_gradients(function: Callable[..., Any], *operands: Any, step: float = 
     weights = jax.tree.map(lambda y: jnp.asarray(rng.normal(size=y.shape), jnp.float32), shapes)
 
     def functional(*xs: jax.Array) -> jax.Array:
-        return sum(
-            jnp.vdot(w, y) for w, y in zip(jax.tree.leaves(weights), jax.tree.leaves(function(*xs)), strict=True)
-        )
+        return jax.tree.reduce(jnp.add, jax.tree.map(jnp.vdot, weights, function(*xs)))
 
-    @compilation.jit
-    def both(xs: tuple[jax.Array, ...]) -> tuple[list[jax.Array], list[jax.Array]]:
-        slopes = jax.grad(functional, argnums=tuple(range(len(xs))))(*xs)
-        exact = [jnp.vdot(slope, d) for slope, d in zip(slopes, directions, strict=True)]
-        numeric = []
-        for i, d in enumerate(directions):
-            ahead, behind = (functional(*xs[:i], xs[i] + s * d, *xs[i + 1 :]) for s in (step, -step))
-            numeric.append((ahead - behind) / (2 * step))
-        return exact, numeric
-
-    exact, numeric = both(operands)
-    for number, (a, b) in enumerate(zip(exact, numeric, strict=True)):
-        assert np.isfinite(a), f"gradient of operand {number} is {a}"
-        assert abs(a - b) <= tolerance * max(1.0, abs(b)), f"operand {number}: gradient {a}, difference {b}"
+    value = compilation.jit(functional)
+    slopes = compilation.jit(jax.grad(functional, argnums=tuple(range(len(operands)))))(*operands)
+    for number, (slope, direction) in enumerate(zip(slopes, directions, strict=True)):
+        before, x, after = operands[:number], operands[number], operands[number + 1 :]
+        ahead, behind = (float(value(*before, x + s * direction, *after)) for s in (step, -step))
+        exact, numeric = float(jnp.vdot(slope, direction)), (ahead - behind) / (2 * step)
+        assert np.isfinite(exact), f"gradient of operand {number} is {exact}"
+        assert abs(exact - numeric) <= tolerance * max(1.0, abs(numeric)), f"operand {number}: {exact}, {numeric}"

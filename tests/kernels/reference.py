@@ -260,7 +260,10 @@ def expand(y: Array, streams: Array, post: Array, comb: Array, act: Round = exac
 
 
 def engram_hash(
-    classes: Sequence[Sequence[int]], multipliers: Sequence[int], primes: Sequence[int], offsets: Sequence[int]
+    classes: Sequence[Sequence[int]],
+    multipliers: Sequence[int] | Array,
+    primes: Sequence[int] | Array,
+    offsets: Sequence[int] | Array,
 ) -> Array:
     """Table rows by Python's unbounded integers; classes [T, n] newest first."""
     heads = len(primes) // (len(multipliers) - 1)
@@ -275,7 +278,9 @@ def engram_hash(
     return np.array(out, np.int64)
 
 
-def engram_windows(classes: Sequence[int], dead: Sequence[bool], size: int, pad: int) -> list[list[int]]:
+def engram_windows(
+    classes: Sequence[int] | Array, dead: Sequence[bool] | Array, size: int, pad: int
+) -> list[list[int]]:
     """Class of each position and its predecessors, newest first; behind a dead position all is pad."""
     out = []
     for p in range(len(classes)):
@@ -303,7 +308,7 @@ def engram_gate(
             norms = math.sqrt((np.mean(h * h) + eps) * (np.mean(key * key) + eps) * size)
             product = np.sum(h * exact(q_weight)[i] * exact(k_weight)[i] * key) / norms
             root = math.copysign(math.sqrt(max(abs(product), 1e-6)), product)
-            gates[t, i] = sigmoid(np.float64(root))
+            gates[t, i] = sigmoid(np.array(root))
             out[t, i] = act(h + gates[t, i] * value)
     return out, gates
 

@@ -30,11 +30,11 @@ FINITE = ALL_BF16[np.isfinite(ALL_BF16.astype(np.float32))]
 POSITIVE = np.sort(FINITE[FINITE.astype(np.float32) > 0])
 CHUNK = 16
 
-FORMATS = ("fp8", "fp4", "fp4_e4m3")
+FORMATS: tuple[q.CacheFormat, ...] = ("fp8", "fp4", "fp4_e4m3")
 GROUPS = {"fp8": 32, "fp4": 32, "fp4_e4m3": 16}
 
 
-def quantisers(fmt: str) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+def quantisers(fmt: q.CacheFormat) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """(quantiser, dequantiser, reference quantiser)."""
     return {
         "fp8": (q.quantize_fp8, q.dequantize_fp8, reference.quantize_fp8),
@@ -43,7 +43,7 @@ def quantisers(fmt: str) -> tuple[Callable[..., Any], Callable[..., Any], Callab
     }[fmt]
 
 
-def codes_of(fmt: str, x: Any) -> tuple[Any, Any, Any, Any]:
+def codes_of(fmt: q.CacheFormat, x: Any) -> tuple[Any, Any, Any, Any]:
     """(codes as bytes, scale bytes, values in x's dtype, values of the packed and unpacked record)."""
     quantise, dequantise, _ = quantisers(fmt)
     codes, scale = quantise(x)
@@ -55,7 +55,7 @@ def codes_of(fmt: str, x: Any) -> tuple[Any, Any, Any, Any]:
 
 
 @functools.cache
-def compiled(fmt: str) -> Callable[..., Any]:
+def compiled(fmt: q.CacheFormat) -> Callable[..., Any]:
     """`codes_of` of one format, compiled once per shape."""
     return compilation.jit(lambda x: codes_of(fmt, x))
 
@@ -63,14 +63,14 @@ def compiled(fmt: str) -> Callable[..., Any]:
 SMALL_ROWS = 80
 
 
-def small(fmt: str, x: np.ndarray) -> list[np.ndarray]:
+def small(fmt: q.CacheFormat, x: np.ndarray) -> list[np.ndarray]:
     """`codes_of` few rows of up to 64 elements; zero-padded to one shape, so that one program serves all."""
     rows = np.zeros((SMALL_ROWS, 64), x.dtype)
     rows[: x.shape[0], : x.shape[1]] = x
     return [np.asarray(part)[: x.shape[0]] for part in compiled(fmt)(rows)]
 
 
-def expected_of(fmt: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def expected_of(fmt: q.CacheFormat, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The same from the reference: (codes as bytes, scale bytes, float64 values)."""
     numbers, scale = quantisers(fmt)[2](values(x))
     if fmt == "fp8":
@@ -82,7 +82,7 @@ def expected_of(fmt: str, x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nda
     return codes, raw_scale, reference.scaled(numbers, scale)
 
 
-def check(fmt: str, x: np.ndarray, found: tuple[Any, ...]) -> None:
+def check(fmt: q.CacheFormat, x: np.ndarray, found: tuple[Any, ...]) -> None:
     """All results of `codes_of` are those of the reference, bit for bit, signs of zeros included."""
     codes, scale, numbers = expected_of(fmt, x)
     assert_same_bits(found[1], scale, f"{fmt} scales")
@@ -95,7 +95,7 @@ def check(fmt: str, x: np.ndarray, found: tuple[Any, ...]) -> None:
     assert_same_bits(found[3], exact, f"{fmt} record")
 
 
-def largest_of_each_scale(fmt: str) -> np.ndarray:
+def largest_of_each_scale(fmt: q.CacheFormat) -> np.ndarray:
     """For every scale that can occur, the largest finite bfloat16 group maximum that leads to it."""
     groups = np.zeros((len(POSITIVE), GROUPS[fmt]))
     groups[:, 0] = values(POSITIVE)
@@ -104,7 +104,7 @@ def largest_of_each_scale(fmt: str) -> np.ndarray:
     return POSITIVE[::-1][last]
 
 
-def chunks(fmt: str) -> Iterator[np.ndarray]:
+def chunks(fmt: q.CacheFormat) -> Iterator[np.ndarray]:
     """Arrays [CHUNK, groups, group size]: one scale each, its maximum first, then every value up to it."""
     size = GROUPS[fmt]
     count = -(-len(FINITE) // (size - 1))
@@ -124,7 +124,7 @@ def chunks(fmt: str) -> Iterator[np.ndarray]:
 
 
 @pytest.mark.parametrize(("fmt", "scales"), [("fp8", 143), ("fp4", 253), ("fp4_e4m3", 126)])
-def test_every_value_under_every_scale(fmt: str, scales: int) -> None:
+def test_every_value_under_every_scale(fmt: q.CacheFormat, scales: int) -> None:
     """Guards rounding, ties, clipping, scales and packing for all bfloat16 values, compiled."""
     assert len(largest_of_each_scale(fmt)) == scales
     for block in chunks(fmt):
@@ -133,7 +133,7 @@ def test_every_value_under_every_scale(fmt: str, scales: int) -> None:
 
 @pytest.mark.fast
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_every_group_maximum(fmt: str) -> None:
+def test_every_group_maximum(fmt: q.CacheFormat) -> None:
     """Guards the scale of every possible group maximum, and the element that has it.
 
     Compiled and eager: a compiler that rewrote the quotient or merged roundings would show here.
@@ -148,7 +148,7 @@ def test_every_group_maximum(fmt: str) -> None:
 
 @pytest.mark.fast
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_golden(fmt: str) -> None:
+def test_golden(fmt: q.CacheFormat) -> None:
     """Guards against the recorded values and codes of three implementations (signs of zeros differ between them)."""
     unit = load_unit("quant")
     codes, scale, numbers, record = small(fmt, unit["x"])
@@ -180,7 +180,7 @@ MX_INPUT = [6, 5, 2.5, 1.75, 1.25, 0.75, 0.25, -0.26, 3.5]
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_worked_numbers(fmt: str, given_values: list[float], expected: list[float], scale: float) -> None:
+def test_worked_numbers(fmt: q.CacheFormat, given_values: list[float], expected: list[float], scale: float) -> None:
     """Guards the worked examples of `attention.md` appendix B and `blocks.md` 4.5, signs of zeros included."""
     _, scale_byte, numbers, _ = small(fmt, np.array([given_values], BF16))
     wanted = np.array(expected)
@@ -199,12 +199,11 @@ def test_worked_codes() -> None:
     assert codes[1, 0] == 0x75
     table = {0x38: 1.0, 0x7E: 448.0, 0x01: 2.0**-9, 0x08: 2.0**-6, 0xC4: -3.0, 0x78: 256.0}
     bytes_, expected = np.array(list(table), np.uint8), np.array(list(table.values()))
-    row = np.zeros((1, 32), np.uint8)
-    row[0, : len(table)] = bytes_
-    np.testing.assert_array_equal(q.dequantize_rows(row, np.array([[127]], np.uint8))[0, : len(table)], expected)
-    assert q.dequantize_rows(row, np.array([[0x7C]], np.uint8))[0, 4] == -0.375
+    row = jnp.zeros((1, 32), jnp.uint8).at[0, : len(table)].set(bytes_)
+    np.testing.assert_array_equal(q.dequantize_rows(row, jnp.full((1, 1), 127, jnp.uint8))[0, : len(table)], expected)
+    assert q.dequantize_rows(row, jnp.full((1, 1), 0x7C, jnp.uint8))[0, 4] == -0.375
     for byte, pair in ((0xB7, (6.0, -1.5)), (0x1F, (-6.0, 0.5)), (0x29, (-0.5, 1.0))):
-        nibbles = q.unpack_nibbles(np.array([byte], np.uint8))
+        nibbles = q.unpack_nibbles(jnp.array([byte], jnp.uint8))
         assert np.asarray(q.e2m1_to_float32(nibbles)).tolist() == list(pair)
     packed = jnp.full((1, 16), 0xB7, jnp.uint8)
     weight = q.QuantTensor(packed, jnp.array([[0x7A]], jnp.uint8), "fp4")
@@ -215,17 +214,18 @@ def test_worked_codes() -> None:
 def test_decode_tables() -> None:
     """Guards every code of every element format against an independent implementation of the formats."""
     every = np.arange(256, dtype=np.uint8)
-    e4m3 = q.dequantize_rows(every.reshape(8, 32), np.full((8, 1), 127, np.uint8))
+    device = jnp.asarray(every)
+    e4m3 = q.dequantize_rows(device.reshape(8, 32), jnp.full((8, 1), 127, jnp.uint8))
     assert_same_bits(e4m3, every.view(ml_dtypes.float8_e4m3fn).astype(np.float32).reshape(8, 32), "e4m3")
-    e2m1 = np.asarray(q.e2m1_to_float32(every[:16]))
+    e2m1 = np.asarray(q.e2m1_to_float32(device[:16]))
     assert_same_bits(e2m1, every[:16].view(ml_dtypes.float4_e2m1fn).astype(np.float32), "e2m1")
     for compile_it in (lambda f: f, compilation.jit):
         e8m0 = np.asarray(compile_it(q.e8m0_to_float32)(every))
         assert_same_bits(e8m0[:255], every[:255].view(ml_dtypes.float8_e8m0fnu).astype(np.float32), "e8m0")
         assert np.isnan(e8m0[255])
-    codes = np.asarray(q.float32_to_e2m1(e2m1))
+    codes = np.asarray(q.float32_to_e2m1(jnp.asarray(e2m1)))
     assert_same_bits(codes, every[:16], "e2m1 codes of e2m1 values")
-    np.testing.assert_array_equal(q.unpack_nibbles(q.pack_nibbles(every & 15)), every & 15)
+    np.testing.assert_array_equal(q.unpack_nibbles(q.pack_nibbles(device & 15)), every & 15)
 
 
 @pytest.mark.fast
@@ -250,7 +250,7 @@ def test_weights_decode_to_the_reference() -> None:
 
 @pytest.mark.fast
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_quantising_twice_changes_nothing(fmt: str) -> None:
+def test_quantising_twice_changes_nothing(fmt: q.CacheFormat) -> None:
     """Guards stored values that pass a quantiser again: equal values, for the e4m3 scales above a maximum of 0.02."""
     rng = generator("twice", fmt)
     x = bf16_normal(rng, 2000, 64, spread=20 if fmt != "fp4_e4m3" else 8)
@@ -269,7 +269,7 @@ def test_quantising_twice_changes_nothing(fmt: str) -> None:
 
 @pytest.mark.fast
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_not_finite_is_not_hidden(fmt: str) -> None:
+def test_not_finite_is_not_hidden(fmt: q.CacheFormat) -> None:
     """Guards against a NaN that turns into an ordinary number on its way through a cache."""
     x = np.full((3, 64), 6, BF16)
     x[0, 5], x[1, 5] = np.nan, np.inf
@@ -286,7 +286,7 @@ def test_not_finite_is_not_hidden(fmt: str) -> None:
 
 @settings(max_examples=50)
 @given(seed=st.integers(0, 2**32 - 1), fmt=st.sampled_from(FORMATS), spread=st.sampled_from([0.0, 10.0, 60.0]))
-def test_float32_values_follow_the_same_rules(seed: int, fmt: str, spread: float) -> None:
+def test_float32_values_follow_the_same_rules(seed: int, fmt: q.CacheFormat, spread: float) -> None:
     """Guards the float32 profiles: quantisers of unrounded activations, near and far from ties."""
     rng = np.random.default_rng(seed)
     x = (rng.normal(size=(SMALL_ROWS, 64)) * np.exp2(rng.uniform(-spread, spread, size=(SMALL_ROWS, 1)))).astype(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import numpy as np
 
 from deepinfer_jax.checkpoint.load import load_checkpoint
 from deepinfer_jax.compile import jit
-from deepinfer_jax.kernels.dispatch import Kernels
+from deepinfer_jax.kernels.dispatch import ROW_TILE, Kernels
 from deepinfer_jax.kernels.profile import NumericsProfile, numerics_profile
 from deepinfer_jax.kernels.quantization import unpack_cache
 from deepinfer_jax.model.config import ModelConfig
@@ -157,13 +159,19 @@ class Model:
         self._program: Any = None
         self._prefilled: dict[bytes, Run] = {}
 
+    def compile(self) -> None:
+        """Compile the program, unless that is done."""
+        if self._program is not None:
+            return
+
+        def whole(params: Params, state: State, batch: Batch) -> Any:
+            return forward(params, state, batch, config=self.config, profile=self.profile, captures=CAPTURED)
+
+        state, batch = empty_state(self.config, self.profile, 16), make_batch(np.zeros(1, np.int32), 0, self.ROWS)
+        self._program = jit(whole).lower(self.params, state, batch).compile()
+
     def _call(self, state: State, batch: Batch, count: int) -> Run:
-        if self._program is None:
-
-            def whole(params: Params, state: State, batch: Batch) -> Any:
-                return forward(params, state, batch, config=self.config, profile=self.profile, captures=CAPTURED)
-
-            self._program = jit(whole)
+        self.compile()
         outputs, state = self._program(self.params, state, batch)
         captured = {name: as_numpy(value)[:, :count] for name, value in outputs.captured.items()}
         return Run(as_numpy(outputs.logits)[:count], captured, state)
@@ -181,6 +189,12 @@ class Model:
         return self._call(state, make_batch(np.array([token_id]), position, self.ROWS), 1)
 
 
+def in_parallel(jobs: list[Callable[[], Any]]) -> list[Any]:
+    """Results of the jobs, two at a time: compiling leaves the interpreter free, and uses one core for the most part."""
+    with ThreadPoolExecutor(2) as pool:
+        return [future.result() for future in [pool.submit(job) for job in jobs]]
+
+
 # ---- one layer at a time --------------------------------------------------------------------------
 
 
@@ -191,7 +205,8 @@ def layer_params(config: ModelConfig, params: Params, layer: int) -> LayerParams
             for repeat, ids in enumerate(segment.layer_ids(index)):
                 if layer in ids:
                     place = ids.index(layer)
-                    return jax.tree.map(lambda leaf, r=repeat, p=place: leaf[r, p], run)
+                    # NumPy's indexing, because every indexing of a JAX array is a program to compile.
+                    return jax.tree.map(lambda leaf, r=repeat, p=place: np.asarray(leaf)[r, p], run)
     raise ValueError(f"layer {layer} does not exist")
 
 
@@ -200,75 +215,156 @@ def layer_numbers(config: ModelConfig, layer: int) -> LayerNumbers:
     owner = config.kv_owner(layer)
     sources = sources_by_ratio(config).get(config.compress_ratios[layer], ())
 
-    def place(values: tuple[int, ...]) -> jax.Array:
-        return jnp.int32(values.index(layer) if layer in values else len(values))
+    def place(values: tuple[int, ...]) -> Any:
+        return np.int32(values.index(layer) if layer in values else len(values))
 
-    return LayerNumbers(
-        layer=jnp.int32(layer),
-        source_id=jnp.int32(0 if owner is None else sources.index(owner)),
-        pool_id=place(pooling_sources(config)),
-        engram_id=place(config.engram_layer_ids),
-        tap_id=place(config.dspark_target_layer_ids),
-    )
+    numbers: dict[str, Any] = {
+        "layer": np.int32(layer),
+        "source_id": np.int32(0 if owner is None else sources.index(owner)),
+        "pool_id": place(pooling_sources(config)),
+        "engram_id": place(config.engram_layer_ids),
+        "tap_id": place(config.dspark_target_layer_ids),
+    }
+    return LayerNumbers(**numbers)
 
 
 class Layers:
-    """The layers of one model on all rows of a call, each from an input of the caller's choice."""
+    """The layers of one model on all rows of a prompt, block by block, each from an input of the caller's choice.
 
-    LAYER_CAPTURES = ("router_ids", "engram_gate")
+    Values outside the compiled programs are NumPy arrays of `Prompt.rows` rows, a multiple of BLOCK.
+    """
 
-    def __init__(self, config: ModelConfig, params: Params, profile: NumericsProfile, rows: int) -> None:
-        self.config, self.params, self.profile, self.rows = config, params, profile, rows
+    BLOCK = ROW_TILE
+    LONGEST = 64  # rows of a prompt
+    CAPTURED = ("router_ids",)
+
+    def __init__(self, config: ModelConfig, params: Params, profile: NumericsProfile) -> None:
+        self.config, self.params, self.profile = config, params, profile
         self._programs: dict[Any, Any] = {}
 
     def setting(self, kernels: Kernels | None = None) -> Setting:
         """Static arguments of a layer."""
         kernels = Kernels() if kernels is None else kernels
-        return Setting(self.config, self.profile, kernels, LOCAL_EXCHANGE, frozenset(self.LAYER_CAPTURES))
+        return Setting(self.config, self.profile, kernels, LOCAL_EXCHANGE, frozenset(self.CAPTURED))
+
+    def prompt(self, token_ids: np.ndarray, hashes: np.ndarray | None) -> Prompt:
+        """The rows of a prompt; hashes: Engram table rows [S, Engram layers, columns]."""
+        count = len(token_ids)
+        if hashes is None:
+            hashes = np.zeros((count, 0, 0), np.int32)
+        blocks = []
+        for start in range(0, count, self.BLOCK):
+            ids = make_batch(token_ids[start : start + self.BLOCK], start, self.BLOCK)
+            blocks.append(
+                (ids, pad_rows(hashes[start : start + self.BLOCK], self.BLOCK).swapaxes(0, 1).astype(np.int32))
+            )
+        return Prompt(count, blocks)
 
     def empty_state(self) -> State:
-        """State whose rings take all rows of the call at once."""
-        return empty_state(self.config, self.profile, self.rows)
+        """State whose window rings hold a whole prompt."""
+        return empty_state(self.config, self.profile, self.LONGEST)
 
-    def candidate_columns(self, batch: Batch) -> int:
+    def candidate_columns(self) -> int:
         """Width of `Flow.candidates`."""
         ratio = self.config.compress_ratios[self.config.kv_source_layer_ids[-1]]
-        return -(-batch.page_table.shape[1] * (PAGE // ratio) // self.config.candidate_block_size)
+        return -(-len(PAGES) * (PAGE // ratio) // self.config.candidate_block_size)
 
-    def flow(self, streams: np.ndarray, pre: np.ndarray, state: State, batch: Batch) -> Flow:
-        """Values entering a layer: streams [S, C, D] and pre [S, C], padded to the rows of the call."""
-        config, dtype = self.config, self.profile.dtype
-        missing = self.rows - len(streams)
-        layers = config.num_hidden_layers
-        return Flow(
-            streams=jnp.asarray(np.pad(streams, ((0, missing), (0, 0), (0, 0))), dtype),
-            pre=jnp.asarray(np.pad(pre, ((0, missing), (0, 0))), jnp.float32),
-            selection=jnp.full((self.rows, config.index_topk), -1, jnp.int32),
-            candidates=jnp.zeros((self.rows, self.candidate_columns(batch)), bool),
-            taps=jnp.zeros((len(config.dspark_target_layer_ids), self.rows, config.hidden_size), dtype),
-            captured={
-                "router_ids": jnp.zeros((layers, self.rows, config.num_experts_per_tok), jnp.int32),
-                "engram_gate": jnp.zeros((layers, self.rows, config.hc_mult), jnp.float32),
-            },
-            state=state,
-        )
+    def flow(
+        self,
+        prompt: Prompt,
+        state: State,
+        streams: np.ndarray,
+        pre: np.ndarray,
+        selection: np.ndarray | None = None,
+        candidates: np.ndarray | None = None,
+    ) -> Flow:
+        """What enters a layer: streams [S, C, D], pre [S, C], selection [S, K], candidates [S, blocks]."""
+        config, dtype, rows = self.config, jnp.dtype(self.profile.dtype), prompt.rows
+        if selection is None:
+            selection = np.full((0, config.index_topk), -1)
+        if candidates is None:
+            candidates = np.zeros((0, self.candidate_columns()), bool)
+        routed = np.zeros((config.num_hidden_layers, rows, config.num_experts_per_tok), np.int32)
+        host: dict[str, Any] = {
+            "streams": pad_rows(streams, rows).astype(dtype),
+            "pre": pad_rows(pre, rows).astype(np.float32),
+            "selection": pad_rows(selection, rows, -1).astype(np.int32),
+            "candidates": pad_rows(candidates, rows).astype(bool),
+            "taps": np.zeros((len(config.dspark_target_layer_ids), rows, config.hidden_size), dtype),
+            "captured": {"router_ids": routed},
+        }
+        return Flow(**host, state=state)
 
-    def pad_hashes(self, hashes: np.ndarray) -> jax.Array:
-        """Table rows [S, Engram layers, columns] as `apply_layer` takes them."""
-        return jnp.asarray(np.pad(hashes, ((0, self.rows - len(hashes)), (0, 0), (0, 0))), jnp.int32).swapaxes(0, 1)
+    def compile(self) -> None:
+        """Compile every kind of layer, unless that is done."""
+        columns = (1, len(self.config.engram_layer_ids), self.config.engram_columns)
+        prompt = self.prompt(np.zeros(1, np.int32), np.zeros(columns, np.int32) if columns[1] else None)
+        streams = np.zeros((1, self.config.hc_mult, self.config.hidden_size), np.float32)
+        flow = self.flow(prompt, self.empty_state(), streams, streams[:, :, 0])
+        setting, (batch, hashes) = self.setting(), prompt.blocks[0]
 
-    def run(self, layer: int, batch: Batch, hashes: jax.Array, flow: Flow) -> Flow:
-        """Apply one layer; a decoder key-value source first makes its cache entries."""
-        kind = layer_kind(self.config, layer)
-        if kind not in self._programs:
-            setting = self.setting()
-
+        def one_kind(layer: int) -> Any:
             def one(p: LayerParams, numbers: LayerNumbers, batch: Batch, hashes: jax.Array, flow: Flow) -> Flow:
                 return one_layer(setting, layer, p, numbers, batch, hashes, flow)
 
-            self._programs[kind] = jit(one)
-        p = layer_params(self.config, self.params, layer)
-        return self._programs[kind](p, layer_numbers(self.config, layer), batch, hashes, flow)
+            return jit(one).lower(*self._own(layer), batch, hashes, flow).compile()
+
+        kinds = {layer_kind(self.config, layer): layer for layer in reversed(range(self.config.num_hidden_layers))}
+        missing = [(kind, layer) for kind, layer in kinds.items() if kind not in self._programs]
+        made = in_parallel([functools.partial(one_kind, layer) for _, layer in missing])
+        self._programs |= {kind: program for (kind, _), program in zip(missing, made, strict=True)}
+
+    def _own(self, layer: int) -> tuple[LayerParams, LayerNumbers]:
+        """What only this layer has."""
+        return layer_params(self.config, self.params, layer), layer_numbers(self.config, layer)
+
+    def run(self, layer: int, prompt: Prompt, flow: Flow) -> Flow:
+        """Apply one layer; a decoder key-value source first makes its cache entries."""
+        self.compile()
+        program = self._programs[layer_kind(self.config, layer)]
+        p, numbers = self._own(layer)
+        parts = []
+        for number, (batch, hashes) in enumerate(prompt.blocks):
+            part = dataclasses.replace(cut_flow(flow, number * self.BLOCK, self.BLOCK), state=flow.state)
+            flow = dataclasses.replace(flow, state=(done := program(p, numbers, batch, hashes, part)).state)
+            parts.append(done)
+        return join_flows(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A prompt in blocks: (batch, Engram table rows [Engram layers, T, columns])."""
+
+    count: int
+    blocks: list[tuple[Batch, np.ndarray]]
+
+    @property
+    def rows(self) -> int:
+        return len(self.blocks) * Layers.BLOCK
+
+
+def pad_rows(values: np.ndarray, rows: int, fill: int = 0) -> np.ndarray:
+    """Append rows of `fill`."""
+    return np.pad(values, [(0, rows - len(values))] + [(0, 0)] * (values.ndim - 1), constant_values=fill)
+
+
+ROW_AXES = {"streams": 0, "pre": 0, "selection": 0, "candidates": 0, "taps": 1}
+
+
+def cut_flow(flow: Flow, start: int, rows: int) -> Flow:
+    """Some rows of a flow of NumPy arrays."""
+    parts = {
+        name: np.asarray(getattr(flow, name)).take(range(start, start + rows), axis) for name, axis in ROW_AXES.items()
+    }
+    captured = {name: np.asarray(value)[:, start : start + rows] for name, value in flow.captured.items()}
+    return dataclasses.replace(flow, **parts, captured=captured)  # type: ignore[arg-type]
+
+
+def join_flows(parts: list[Flow]) -> Flow:
+    """Flows of consecutive rows as one flow of NumPy arrays, with the state of the last."""
+    whole = {name: np.concatenate([getattr(part, name) for part in parts], axis) for name, axis in ROW_AXES.items()}
+    captured = {name: np.concatenate([part.captured[name] for part in parts], axis=1) for name in parts[0].captured}
+    return dataclasses.replace(parts[-1], **whole, captured=captured)  # type: ignore[arg-type]
 
 
 def one_layer(
@@ -280,7 +376,7 @@ def one_layer(
     hashes: jax.Array,
     flow: Flow,
 ) -> Flow:
-    """Everything of the layers of this kind, on all rows of the batch as one block."""
+    """Everything that the layers of one kind do, on all rows of the batch as one block."""
     kind = layer_kind(setting.config, layer)
     rows = rows_of(batch, jnp.arange(batch.token_ids.shape[0], dtype=jnp.int32))
     if kind.kv_source and kind.decoder:

@@ -13,6 +13,7 @@ is the only difference the golden tests accept, and they accept it when it is sh
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -39,7 +40,7 @@ from deepinfer_jax.model.flow import Flow
 from deepinfer_jax.model.params import LayerParams
 from deepinfer_jax.model.state import Batch
 
-from .golden import Layers, layer_numbers, layer_params, one_layer
+from .golden import Layers, Prompt, cut_flow, join_flows, layer_numbers, layer_params, one_layer
 
 AGREES = 2e-5
 """Largest difference of streams and collapse weights that counts as none (`f32` modes). Two float32 orders of the same
@@ -177,12 +178,12 @@ class WatchingKernels(Kernels):
 
 
 class WatchedLayers(Layers):
-    """Layers that also return what was about to be quantised, and take changes to it."""
+    """Layers that also return what was about to be quantised, and take a change to it."""
 
     def run_watched(
-        self, layer: int, batch: Batch, hashes: jax.Array, flow: Flow, changes: dict[str, np.ndarray]
+        self, layer: int, prompt: Prompt, flow: Flow, change: Change | None = None
     ) -> tuple[Flow, dict[str, np.ndarray]]:
-        """(flow after the layer, values at every site). changes: site -> what to add there."""
+        """(flow after the layer, values [rows, ...] at every site)."""
 
         def one(p: LayerParams, batch: Batch, hashes: jax.Array, flow: Flow, changes: dict[str, jax.Array]) -> Any:
             kernels = WatchingKernels(changes=changes)
@@ -190,15 +191,38 @@ class WatchedLayers(Layers):
             return flow, dict(kernels.seen)
 
         p = layer_params(self.config, self.params, layer)
-        if layer not in self._programs:
-            seen = jax.eval_shape(lambda *operands: one(*operands, {}), p, batch, hashes, flow)[1]
-            self._programs[layer] = (
-                jit(one),
-                {site: np.zeros(values.shape, values.dtype) for site, values in seen.items()},
-            )
-        program, zeros = self._programs[layer]
-        flow, seen = program(p, batch, hashes, flow, zeros | changes)
-        return flow, {site: np.asarray(values, np.float64) for site, values in seen.items()}
+        parts, seen = [], []
+        for number, (batch, hashes) in enumerate(prompt.blocks):
+            part = dataclasses.replace(cut_flow(flow, number * self.BLOCK, self.BLOCK), state=flow.state)
+            if layer not in self._programs:
+                sites = jax.eval_shape(functools.partial(one, changes={}), p, batch, hashes, part)[1]
+                zeros = {site: np.zeros(values.shape, np.float32) for site, values in sites.items()}
+                self._programs[layer] = jit(one), zeros
+            program, zeros = self._programs[layer]
+            changes = dict(zeros)
+            if change is not None and change.element[0] // self.BLOCK == number:
+                changes[change.site] = change.placed(zeros[change.site], number * self.BLOCK)
+            done, values = program(p, batch, hashes, part, changes)
+            flow = dataclasses.replace(flow, state=done.state)
+            parts.append(done)
+            seen.append(values)
+        together = {site: np.concatenate([values[site] for values in seen]).astype(np.float64) for site in seen[0]}
+        return join_flows(parts), together
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What to add to one element (row first) of the values at a site."""
+
+    site: str
+    element: tuple[int, ...]
+    amount: float
+
+    def placed(self, zeros: np.ndarray, first_row: int) -> np.ndarray:
+        """The change among the values of the rows from `first_row` on."""
+        result = zeros.copy()
+        result[(self.element[0] - first_row, *self.element[1:])] = self.amount
+        return result
 
 
 # ---- borders --------------------------------------------------------------------------------------
@@ -264,13 +288,12 @@ def borders(layer: int, seen: dict[str, np.ndarray], rows: int, closeness: float
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """A finished prefill, as far as its layers can be run again: `got` of all rows, table rows of the Engram layers
-    [S, Engram layers, columns], selection and candidates that each layer used, and the state afterwards."""
+    """A finished prefill, as far as its layers can be run again: `got` of all rows, the selection and the candidates
+    that each layer used [L, S, ...], and the pages afterwards."""
 
     layers: WatchedLayers
-    batch: Batch
+    prompt: Prompt
     got: Trace
-    hashes: np.ndarray
     selection: np.ndarray
     candidates: np.ndarray
     pages: Any
@@ -278,29 +301,30 @@ class Situation:
     def entering(self, layer: int) -> Flow:
         """What entered a layer."""
         state = dataclasses.replace(self.layers.empty_state(), pages=self.pages)
-        flow = self.layers.flow(self.got.streams[layer], self.got.pre[layer], state, self.batch)
         owner, publisher = self.index_owner(layer), self.layers.config.candidate_source_layer_id
-        missing = self.layers.rows - self.got.pre.shape[1]
-        if owner is not None:
-            chosen = np.pad(self.selection[owner], ((0, missing), (0, 0)), constant_values=-1)
-            flow = dataclasses.replace(flow, selection=jnp.asarray(chosen))
-        if publisher is not None and layer > publisher:
-            blocks = np.pad(self.candidates[publisher], ((0, missing), (0, 0)))
-            flow = dataclasses.replace(flow, candidates=jnp.asarray(blocks))
-        return flow
+        return self.layers.flow(
+            self.prompt,
+            state,
+            self.got.streams[layer],
+            self.got.pre[layer],
+            None if owner is None else self.selection[owner],
+            None if publisher is None or layer <= publisher else self.candidates[publisher],
+        )
 
     def index_owner(self, layer: int) -> int | None:
         """The layer whose selection is in force when `layer` begins, None without one."""
         before = [source for source in self.layers.config.index_source_layer_ids if source < layer]
         return before[-1] if before else None
 
-    def replay(self, first: int, last: int, changes: dict[str, np.ndarray]) -> tuple[Flow, dict[str, np.ndarray]]:
-        """Layers first .. last from what entered `first`, which gets the changes; (flow, sites of `first`)."""
-        hashes = self.layers.pad_hashes(self.hashes)
-        flow, seen = self.layers.run_watched(first, self.batch, hashes, self.entering(first), changes)
+    def replay(self, first: int, last: int, change: Change | None = None) -> tuple[Trace, dict[str, np.ndarray]]:
+        """Layers first .. last from what entered `first`, which gets the change; (what leaves `last` as the only
+        layer of a trace, sites of `first`)."""
+        flow, seen = self.layers.run_watched(first, self.prompt, self.entering(first), change)
         for layer in range(first + 1, last + 1):
-            flow, _ = self.layers.run_watched(layer, self.batch, hashes, flow, {})
-        return flow, seen
+            flow, _ = self.layers.run_watched(layer, self.prompt, flow)
+        count = self.prompt.count
+        streams = np.asarray(flow.streams, np.float32)[None, :count]
+        return Trace(streams, np.arange(count), np.asarray(flow.pre)[None, :count]), seen
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,12 +344,11 @@ def find_flip(
     last = first_difference(want, situation.got, limit)
     if last is None or last < 0:
         return None
-    rows = situation.got.pre.shape[1]
     for first in _suspects(situation, last):
-        _, seen = situation.replay(first, last, {})
-        near = sorted(borders(first, seen, rows, closeness), key=lambda border: border.offset)
+        _, seen = situation.replay(first, last)
+        near = sorted(borders(first, seen, situation.prompt.count, closeness), key=lambda border: border.offset)
         for border in near[:trials]:
-            flip = _try(want, situation, border, first, last, limit)
+            flip = _try(want, situation, border, last, limit)
             if flip is not None:
                 return flip
     return None
@@ -340,25 +363,18 @@ def _suspects(situation: Situation, last: int) -> Iterable[int]:
     return dict.fromkeys(found)
 
 
-def _try(want: Trace, situation: Situation, border: Border, first: int, last: int, limit: float) -> Flip | None:
-    rows = situation.got.pre.shape[1]
-    _, zeros = situation.layers._programs[first]
+def _try(want: Trace, situation: Situation, border: Border, last: int, limit: float) -> Flip | None:
+    """The two sides of one border."""
+    got = situation.got
     distances = []
-    for change in (border.below, border.above):
-        changed = np.zeros_like(zeros[border.site])
-        changed[border.element] = change
-        flow, _ = situation.replay(first, last, {border.site: changed})
-        streams, pre = np.asarray(flow.streams, np.float32)[:rows], np.asarray(flow.pre)[:rows]
-        distances.append(
-            (distance(want, streams, pre, last + 1), distance(whole(situation.got), streams, pre, last + 1))
-        )
+    for amount in (border.below, border.above):
+        after, _ = situation.replay(border.layer, last, Change(border.site, border.element, amount))
+        streams, pre = after.streams[0], after.pre[0]
+        to_got = max(np.abs(streams - got.streams[last + 1]).max(), np.abs(pre - got.pre[last + 1]).max())
+        distances.append((distance(want, streams, pre, last + 1), float(to_got)))
     (want_below, got_below), (want_above, got_above) = distances
     for to_want, to_got, apart in ((want_below, got_above, want_above), (want_above, got_below, want_below)):
         # The wrong side must be clearly wrong, or noise at the limit would be "explained" by any value.
         if max(to_want, to_got) <= limit and apart > 1.5 * limit and apart > 2 * to_want:
             return Flip(border, last, to_want, to_got)
     return None
-
-
-def whole(got: Trace) -> Trace:
-    return dataclasses.replace(got, stream_rows=np.arange(got.streams.shape[1]))

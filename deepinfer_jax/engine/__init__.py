@@ -1,0 +1,1 @@
+"""Execution of requests: compiled steps, and the loop that feeds them."""

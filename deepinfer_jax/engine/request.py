@@ -1,0 +1,140 @@
+"""One request and the samples that are being made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from deepinfer_jax.engine.text import TextStream
+from deepinfer_jax.outputs import Completion, FinishReason, Logprobs
+from deepinfer_jax.prompt import OutputStart, Tokenizer
+from deepinfer_jax.sampling_params import SamplingParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A checked prompt. sampling None: only score the tokens. output: set for a conversation."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    tokenizer: Tokenizer | None
+    text: str | None = None
+    output: OutputStart | None = None
+    score_only: bool = False
+
+
+class Logs:
+    """Log-probabilities that arrive row by row."""
+
+    def __init__(self) -> None:
+        self._rows: list[tuple[float, np.ndarray, np.ndarray]] = []
+
+    def add(self, logprob: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray, top: int) -> None:
+        self._rows.append((logprob, top_ids[:top], top_logprobs[:top]))
+
+    def finish(self, top: int) -> Logprobs:
+        count = len(self._rows)
+        return Logprobs(
+            np.array([row[0] for row in self._rows], np.float32),
+            np.array([row[1] for row in self._rows], np.int32).reshape(count, top),
+            np.array([row[2] for row in self._rows], np.float32).reshape(count, top),
+        )
+
+
+class Sample:
+    """State of one sample on the host. `done` positions have been processed."""
+
+    def __init__(self, request: Request, index: int, context: int, eos_token_id: int, vocabulary: int) -> None:
+        sampling = request.sampling
+        self.request, self.index = request, index
+        self.slot = -1
+        self.done = 0
+        self.tokens: list[int] = list(request.token_ids)
+        self.prompt_length = len(request.token_ids)
+        room = context - self.prompt_length
+        self.limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
+        self.text = TextStream(request.tokenizer, sampling.stop, request.output)
+        self.logs, self.prompt_logs = Logs(), Logs()
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.error: str | None = None
+        self.ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {eos_token_id})
+        self._eos, self._vocabulary = eos_token_id, vocabulary
+        self.counts: np.ndarray | None = None
+        self.prompt_seen: np.ndarray | None = None
+        if self.penalized:
+            self.counts = np.zeros(vocabulary, np.int32)
+            self.prompt_seen = np.zeros(vocabulary, bool)
+            self.prompt_seen[list(request.token_ids)] = True
+
+    @property
+    def penalized(self) -> bool:
+        s = self.request.sampling
+        return s.presence_penalty != 0 or s.frequency_penalty != 0 or s.repetition_penalty != 1
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.request.sampling.prompt_logprobs is not None and self.index == 0
+
+    def allowed(self) -> np.ndarray | None:
+        """bool [V] of tokens that may come next, None = all."""
+        s = self.request.sampling
+        early = len(self.generated) < s.min_tokens
+        if s.allowed_token_ids is None and not early:
+            return None
+        mask = np.ones(self._vocabulary, bool)
+        if s.allowed_token_ids is not None:
+            mask[:] = False
+            mask[list(s.allowed_token_ids)] = True
+        if early:
+            mask[list(self.ends | {self._eos})] = False
+        return mask
+
+    def accept(self, token: int) -> str:
+        """Append a drawn token; returns the text that became certain."""
+        self.tokens.append(token)
+        if self.counts is not None:
+            self.counts[token] += 1
+        if token in self.ends:
+            self.finish_reason = "stop"
+            self.stop_reason = token if token in self.request.sampling.stop_token_ids else None
+            return self.text.finish()
+        piece, found = self.text.push(token, len(self.generated) >= self.request.sampling.min_tokens)
+        if found is not None:
+            self.finish_reason, self.stop_reason = "stop", found
+            return piece
+        if len(self.generated) >= self.limit:
+            self.finish_reason = "length"
+            piece += self.text.finish()
+        return piece
+
+    def completion(self) -> Completion:
+        """The finished sample."""
+        sampling = self.request.sampling
+        reason = self.finish_reason or "error"
+        parsed = self.text.parse()
+        calls = parsed.tool_calls if parsed else ()
+        logs = None if sampling.logprobs is None else self.logs.finish(sampling.logprobs)
+        return Completion(
+            index=self.index,
+            text=self.text.text,
+            token_ids=tuple(self.generated),
+            finish_reason="tool_calls" if calls and reason == "stop" else reason,
+            stop_reason=self.stop_reason,
+            logprobs=None if logs is None else logs.token_logprobs,
+            top_ids=None if logs is None else logs.top_ids,
+            top_logprobs=None if logs is None else logs.top_logprobs,
+            content=parsed.content if parsed else self.text.text,
+            reasoning=parsed.reasoning or None if parsed else None,
+            tool_calls=calls,
+        )

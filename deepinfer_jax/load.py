@@ -1,0 +1,128 @@
+"""`load_params`: weights and tokenizer of the demo model, of a checkpoint folder, or of the hub."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from deepinfer_jax.checkpoint.load import load_checkpoint
+from deepinfer_jax.checkpoint.writer import save_checkpoint
+from deepinfer_jax.kernels.profile import numerics_profile
+from deepinfer_jax.kernels.quantization import QuantTensor, dequantize
+from deepinfer_jax.model.config import ModelConfig
+from deepinfer_jax.model.init import init_params
+from deepinfer_jax.model.params import Params
+from deepinfer_jax.prompt import Tokenizer
+from deepinfer_jax.prompt.tokenizer import TOKENIZER_FILE
+
+DEMO = "demo"
+_DEMO_SEED = 20261130
+_DEMO_FOLDER = "demo-random-1"  # a new name whenever the drawn weights change
+
+UNPACK_BYTES = 1 << 30
+"""A model whose unpacked bfloat16 weights are smaller is unpacked once when it is loaded for a CPU."""
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_tokenizers: dict[str, Tokenizer] = {}
+
+
+def cache_folder() -> Path:
+    """Where this package keeps files of its own: DEEPINFER_JAX_CACHE, else the user's cache folder."""
+    chosen = os.environ.get("DEEPINFER_JAX_CACHE")
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "deepinfer_jax"
+
+
+def remember_tokenizer(tokenizer: Tokenizer) -> str:
+    """Keep a tokenizer for `tokenizer_of`; returns its id."""
+    _tokenizers[tokenizer.sha256] = tokenizer
+    return tokenizer.sha256
+
+
+def tokenizer_of(params: Params) -> Tokenizer | None:
+    """The tokenizer that was loaded with the parameters, None if there was none."""
+    return None if params.tokenizer_id is None else _tokenizers.get(params.tokenizer_id)
+
+
+def unpack_params(params: Params) -> Params:
+    """The same weights with FP8 and FP4 matrices as bfloat16 arrays (exact; Engram tables stay packed)."""
+
+    def unpack(leaf: Any) -> Any:
+        if isinstance(leaf, QuantTensor) and leaf.format != "fp8_row":
+            return jax.jit(dequantize)(leaf)
+        return leaf
+
+    return jax.tree.map(unpack, params, is_leaf=lambda leaf: isinstance(leaf, QuantTensor))
+
+
+def _unpacked_bytes(params: Params) -> int:
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantTensor))
+    sizes = [leaf.data.size * (2 if leaf.format == "fp4" else 1) for leaf in leaves if isinstance(leaf, QuantTensor)]
+    return 2 * sum(sizes)
+
+
+def _demo_folder() -> Path:
+    """The demo checkpoint: random weights in the released format, written at first use."""
+    folder = cache_folder() / _DEMO_FOLDER
+    if not (folder / "config.json").exists():
+        from deepinfer_jax.demo import tokenizer_json
+
+        config = ModelConfig.demo()
+        from deepinfer_jax.checkpoint.engram_map import token_classes
+
+        classes = token_classes(tokenizer_json())
+        params = init_params(config, jax.random.key(_DEMO_SEED), jax.numpy.asarray(classes))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / TOKENIZER_FILE).write_bytes(tokenizer_json())
+        save_checkpoint(folder, params, overwrite=True)
+    return folder
+
+
+def load_params(
+    source: str | os.PathLike[str] = DEMO,
+    *,
+    numerics: str = "reference",
+    mesh: jax.sharding.Mesh | None = None,
+    unpack: bool | None = None,
+) -> Params:
+    """Load a model.
+
+    Args:
+        source: "demo" (the embedded small model) or a checkpoint folder.
+        numerics: profile that generation uses (`kernels/profile.py`).
+        mesh: not supported yet.
+        unpack: unpack FP8 and FP4 weights to bfloat16 once: faster on a CPU, more memory, the same
+            results. None: on a CPU, if they take less than 1 GiB.
+    Returns: Params; the tokenizer beside the weights is remembered for `generate`.
+    Raises: ValueError for an unknown source or profile; CheckpointError for a bad folder.
+    """
+    numerics_profile(numerics)
+    if mesh is not None:
+        raise NotImplementedError("load_params: mesh is not supported yet; leave it None for one device")
+    name = os.fspath(source)
+    folder = _demo_folder() if name == DEMO else Path(name)
+    if not folder.is_dir():
+        if _HUB_NAME.fullmatch(name):
+            raise NotImplementedError(
+                f"{name}: no such folder, and downloading from a hub is not in this version; "
+                "download the checkpoint and pass its folder"
+            )
+        raise ValueError(f"{name}: no such folder; pass a checkpoint folder or {DEMO!r}")
+    _, params = load_checkpoint(folder)
+    tokenizer_id = None
+    if (folder / TOKENIZER_FILE).exists():
+        tokenizer = Tokenizer.from_file(folder)
+        tokenizer.check_config(params.config)
+        tokenizer_id = remember_tokenizer(tokenizer)
+    if unpack is None:
+        unpack = jax.default_backend() == "cpu" and _unpacked_bytes(params) < UNPACK_BYTES
+    if unpack:
+        params = unpack_params(params)
+    return dataclasses.replace(params, numerics=numerics, tokenizer_id=tokenizer_id)
