@@ -6,16 +6,28 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from deepinfer_jax import __version__
+from deepinfer_jax.cli_generate import add_model, add_sampling, run_chat, run_generate, run_score
 
 _EPILOG = """\
 examples:
+  deepinfer-jax generate "Once upon a time" complete a text with the embedded demo model
+  deepinfer-jax chat                        talk to it
   deepinfer-jax inspect released            what the released checkpoint holds: sizes, layers, parameters
   deepinfer-jax inspect ~/checkpoint        check a downloaded folder: every name, dtype, shape and offset
   deepinfer-jax inspect demo --json         the same report for other programs
 
 `deepinfer-jax COMMAND --help` explains one command.
+"""
+
+_GENERATE_EPILOG = """\
+examples:
+  deepinfer-jax generate "Once upon a time"
+  deepinfer-jax generate "Once upon a time" --temperature 0 --max-tokens 50
+  deepinfer-jax generate "First prompt" "Second prompt" --json --logprobs 3
+  deepinfer-jax generate "Once" --model ./checkpoint --show-code
 """
 
 _INSPECT_EPILOG = """\
@@ -61,14 +73,58 @@ def _build_parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="print the report as JSON")
     inspect.set_defaults(run=_inspect)
 
-    generate = commands.add_parser(
+    _add_generate(commands, common)
+    _add_chat(commands, common)
+    _add_score(commands, common)
+    return parser
+
+
+def _add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
+    parser = commands.add_parser(
         "generate",
         parents=[common],
-        help="generate text (not in this version)",
-        description="Generate text. This version has no model yet and only says so.",
+        help="complete texts",
+        description="Complete one or more texts. The same command prints the same text every time.",
+        epilog=_GENERATE_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    generate.set_defaults(run=_generate)
-    return parser
+    parser.add_argument("prompt", nargs="+", metavar="PROMPT", help="text to complete; several make one batch")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per sample")
+    add_model(parser)
+    add_sampling(parser)
+    parser.set_defaults(run=run_generate)
+
+
+def _add_chat(commands: Any, common: argparse.ArgumentParser) -> None:
+    parser = commands.add_parser(
+        "chat",
+        parents=[common],
+        help="talk to the model",
+        description="Answer one message a line, with the V4.1 conversation protocol.",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--no-thinking", action="store_true", help="answer without reasoning first")
+    parser.add_argument("--effort", metavar="N", type=_effort, help="reasoning effort: 1-100, low, high or max")
+    add_model(parser)
+    add_sampling(parser)
+    parser.set_defaults(run=run_chat)
+
+
+def _effort(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
+def _add_score(commands: Any, common: argparse.ArgumentParser) -> None:
+    parser = commands.add_parser(
+        "score",
+        parents=[common],
+        help="log-probabilities of a text",
+        description="Print the log-probability of every token of a text: the bits that generation reports.",
+    )
+    parser.add_argument("text", metavar="TEXT")
+    parser.add_argument("--top", type=int, default=0, metavar="K", help="also print the K most likely tokens")
+    add_model(parser)
+    parser.set_defaults(run=run_score)
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
@@ -80,32 +136,21 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _generate(arguments: argparse.Namespace) -> int:
-    print(
-        f"deepinfer-jax generate: not available in version {__version__}: the model arrives with a later version",
-        file=sys.stderr,
-    )
-    return 2
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (default: the process's own) and return the exit status.
 
-    0: done. 1: an error, told in one line on stderr; with --debug it is raised instead. 2: a command
-    that does not exist or is not available. As usual with argparse, --help, --version and wrong usage
-    raise SystemExit.
+    0: done. 1: an error, told in one line on stderr; with --debug it is raised instead. As usual with
+    argparse, --help, --version and wrong usage raise SystemExit.
     """
     parser = _build_parser()
-    arguments, unknown = parser.parse_known_args(argv)
-    if unknown and arguments.run is not _generate:  # whose options come with the model
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    arguments = parser.parse_args(argv)
     try:
         status = arguments.run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader (head, less) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except (ValueError, OSError) as error:
+    except (ValueError, NotImplementedError, OSError) as error:
         if arguments.debug:
             raise
         print(f"deepinfer-jax {arguments.command}: error: {error}", file=sys.stderr)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -195,8 +195,8 @@ class Tokenizer:
             last = end
         return ids + (self.encode(text[last:], control_tokens=False) if last < len(text) else [])
 
-    def check_ids(self, ids: Sequence[int], where: str = "token_ids") -> list[int]:
-        """The ids as a list of Python ints; PromptError names the first that is no token id."""
+    def check_ids(self, ids: Iterable[Any], where: str = "token_ids") -> list[int]:
+        """The ids, of any integer type, as Python ints; PromptError names the first that is no token id."""
         checked: list[int] = []
         for i, number in enumerate(ids):
             value = number.__index__() if hasattr(number, "__index__") and not isinstance(number, bool) else -1
@@ -240,6 +240,4 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Text of the bytes that are still held (U+FFFD), "" if none; afterwards a new text may begin."""
-        text = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return text
+        return self._decoder.decode(b"", final=True)

