@@ -191,9 +191,9 @@ def round_to_e4m3(x: jax.Array) -> jax.Array:
     bits = lax.bitcast_convert_type(x, jnp.uint32)
     sign, magnitude = bits & np.uint32(0x80000000), bits & np.uint32(0x7FFFFFFF)
     rounded = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) & np.uint32(0xFFF00000)  # 3 bits of mantissa
-    # Below 2^-6 the steps are 2^-9: adding 2^14 leaves exactly those bits of the sum.
-    shift = np.float32(2.0**14)
-    small = (lax.bitcast_convert_type(magnitude, jnp.float32) + shift) - shift
+    # Below 2^-6 the steps are 2^-9. An explicit rounding: compilers may fold (x + c) - c back to x.
+    steps = lax.bitcast_convert_type(magnitude, jnp.float32) * np.float32(2.0**9)
+    small = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN) * np.float32(2.0**-9)
     subnormal = magnitude < np.uint32(0x3C800000)  # 2^-6
     rounded = jnp.where(subnormal, lax.bitcast_convert_type(small, jnp.uint32), rounded)
     return lax.bitcast_convert_type(rounded | sign, jnp.float32)

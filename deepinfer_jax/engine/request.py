@@ -124,6 +124,9 @@ class Sample:
         reason = self.finish_reason or "error"
         parsed = self.text.parse()
         calls = parsed.tool_calls if parsed else ()
+        content = parsed.content if parsed else self.text.text
+        if isinstance(self.stop_reason, str) and parsed:
+            content = content.partition(self.stop_reason)[0]  # the parser has seen the whole last token
         logs = None if sampling.logprobs is None else self.logs.finish(sampling.logprobs)
         return Completion(
             index=self.index,
@@ -134,7 +137,7 @@ class Sample:
             logprobs=None if logs is None else logs.token_logprobs,
             top_ids=None if logs is None else logs.top_ids,
             top_logprobs=None if logs is None else logs.top_logprobs,
-            content=parsed.content if parsed else self.text.text,
+            content=content,
             reasoning=parsed.reasoning or None if parsed else None,
             tool_calls=calls,
         )

@@ -106,7 +106,7 @@ class SampleTokensTests(OpTests):
         given |= {"repetition": np.ones(18, np.float32), "mask": np.full_like(given["mask"], 2**32 - 1)}
         given["bias_ids"] = np.full_like(given["bias_ids"], -1)
         with_all = self.run(sample_tokens, logits, Controls(**given), top=3)
-        without = dict.fromkeys(("mask", "bias_ids", "bias", "prompt_seen", "output_counts"))
+        without: dict[str, Any] = dict.fromkeys(("mask", "bias_ids", "bias", "prompt_seen", "output_counts"))
         assert_same_bits(with_all, self.run(sample_tokens, logits, Controls(**given | without), top=3), "left out")
 
     def test_reported_bits_are_those_of_given_tokens(self) -> None:

@@ -190,7 +190,7 @@ class Model:
 
 
 def in_parallel(jobs: list[Callable[[], Any]]) -> list[Any]:
-    """Results of the jobs, two at a time: compiling leaves the interpreter free, and uses one core for the most part."""
+    """Results of the jobs, two at a time: compiling leaves the interpreter free and mostly uses one core."""
     with ThreadPoolExecutor(2) as pool:
         return [future.result() for future in [pool.submit(job) for job in jobs]]
 

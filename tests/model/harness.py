@@ -80,7 +80,8 @@ class Runner:
     ) -> None:
         self.params = params if params is not None else micro_params()
         self.config = self.params.config
-        self.shape, self.page_table, self.replay = shape, page_table, replay
+        self.shape, self.page_table = shape, page_table
+        self.replay: Replay = replay
         self.step = program(self.config, profile, frozenset(captures))
         self.state = poison(
             init_state(

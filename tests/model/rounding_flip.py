@@ -19,7 +19,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+from jax import lax
 
 from deepinfer_jax.compile import jit
 from deepinfer_jax.kernels.dispatch import Kernels
@@ -31,8 +33,6 @@ from deepinfer_jax.kernels.quantization import (
     pack_cache,
     quantize_dequantize_fp8,
     quantize_fp4,
-    quantize_fp4_e4m3,
-    quantize_fp8,
     unpack_nibbles,
 )
 from deepinfer_jax.kernels.row_dot import row_dot
@@ -59,6 +59,7 @@ def _e4m3_magnitudes() -> np.ndarray:
 
 
 MAGNITUDES = {"fp8": _e4m3_magnitudes(), "fp4": _E2M1, "fp4_e4m3": _E2M1}
+FLOORS = {"fp8": 1e-4, "fp4": 6 * 2.0**-126, "fp4_e4m3": 6 * 2.0**-9}
 GROUPS = {"fp8": GROUP, "fp4": GROUP, "fp4_e4m3": FP4_KV_GROUP}
 
 
@@ -169,12 +170,12 @@ class WatchingKernels(Kernels):
             hidden = self.watch(f"{name} hidden", "fp8", hidden_of(w1, w3, None))
             return call(row_dot, quantize_dequantize_fp8(hidden), w2)
         ids, weights = routing
-        experts = range(w1.shape[0])
-        factors = [jnp.max(jnp.where(ids == e, weights, 0.0), axis=1, keepdims=True) for e in experts]
-        hidden = jnp.stack([hidden_of(w1[e], w3[e], factors[e]) for e in experts], axis=1)
-        hidden = quantize_dequantize_fp8(self.watch(f"{name} hidden", "fp8", hidden))
-        outputs = jnp.stack([call(row_dot, hidden[:, e], w2[e]) for e in experts], axis=1)
-        return jnp.take_along_axis(outputs, ids[:, :, None], axis=1)
+        experts = jnp.arange(w1.shape[0])
+        factors = jnp.max(jnp.where(ids[None] == experts[:, None, None], weights[None], 0.0), axis=2, keepdims=True)
+        hidden = lax.map(lambda part: hidden_of(*part), (w1, w3, factors))
+        hidden = quantize_dequantize_fp8(self.watch(f"{name} hidden", "fp8", jnp.swapaxes(hidden, 0, 1)))
+        outputs = lax.map(lambda part: call(row_dot, *part), (jnp.swapaxes(hidden, 0, 1), w2))
+        return jnp.take_along_axis(jnp.swapaxes(outputs, 0, 1), ids[:, :, None], axis=1)
 
 
 class WatchedLayers(Layers):
@@ -243,12 +244,15 @@ class Border:
 
 
 def quantizer_scales(values: np.ndarray, fmt: str) -> np.ndarray:
-    """Scale of every element's group, as float64."""
-    x = jnp.asarray(values, jnp.float32)
+    """Scale of every element's group, as float64 (`spec/attention.md` 7.2, in NumPy)."""
+    groups = np.abs(values.astype(np.float32)).reshape(*values.shape[:-1], -1, GROUPS[fmt])
+    largest = np.maximum(groups.max(axis=-1), np.float32(FLOORS[fmt]))
+    limit = MAGNITUDES[fmt][-1]
     if fmt == "fp4_e4m3":
-        scale = np.asarray(quantize_fp4_e4m3(x)[1].astype(jnp.float32), np.float64)
+        scale = np.minimum(largest / np.float32(limit), 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
     else:
-        scale = 2.0 ** (np.asarray((quantize_fp8 if fmt == "fp8" else quantize_fp4)(x)[1], np.float64) - 127)
+        fraction, exponent = np.frexp(largest * np.float32(1 / limit))
+        scale = np.exp2(exponent - (fraction == 0.5), dtype=np.float64)
     return np.repeat(scale, GROUPS[fmt], axis=-1)
 
 

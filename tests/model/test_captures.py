@@ -55,9 +55,7 @@ def abstract_call(rows: int = 48, decoder_rows: int = 48, logit_rows: int = 48) 
     def ints(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    state = jax.eval_shape(
-        lambda: init_state(CONFIG, REFERENCE, slots=3, pages=13, row_block=16, max_draft=MAX_DRAFT)
-    )
+    state = jax.eval_shape(lambda: init_state(CONFIG, REFERENCE, slots=3, pages=13, row_block=16, max_draft=MAX_DRAFT))
     batch = Batch(
         token_ids=ints(rows),
         positions=ints(rows),
@@ -66,7 +64,7 @@ def abstract_call(rows: int = 48, decoder_rows: int = 48, logit_rows: int = 48) 
         logit_rows=ints(logit_rows),
         page_table=ints(3, 4),
         window_start=ints(3),
-        image_mask=jax.ShapeDtypeStruct((rows,), jnp.bool_),
+        image_mask=jax.ShapeDtypeStruct((rows,), jnp.bool_),  # type: ignore[arg-type]
     )
     return abstract_params(CONFIG), state, batch
 
@@ -79,7 +77,7 @@ def shapes_of(batch_sizes: dict[str, int], **settings: Any) -> Any:
 
 def test_unknown_capture_is_refused() -> None:
     """A misspelt name must not come back as a missing array after an hour of work."""
-    with pytest.raises(ValueError, match="'atention_input'.*unknown.*attention_input"):
+    with pytest.raises(ValueError, match=r"'atention_input'.*unknown.*attention_input"):
         shapes_of({}, captures=("streams", "atention_input"))
 
 

@@ -70,9 +70,7 @@ class Drafter:
 
     def __init__(self, params: Params | None = None, profile: NumericsProfile = REFERENCE) -> None:
         self.params, self.profile = params or micro_params(), profile
-        self.state = poison(
-            init_state(CONFIG, profile, slots=SLOTS, pages=1, row_block=ROW_TILE, max_draft=MAX_DRAFT)
-        )
+        self.state = poison(init_state(CONFIG, profile, slots=SLOTS, pages=1, row_block=ROW_TILE, max_draft=MAX_DRAFT))
 
     def commit(self, slot: int, taps: np.ndarray, first: int = 0) -> np.ndarray:
         """Append taps [n, ...] at positions first, first + 1, ...; returns main_x [n, D]."""
@@ -377,7 +375,7 @@ def test_block_must_fit_the_row_tile() -> None:
 def test_configuration_without_draft() -> None:
     """Asking for drafts of a checkpoint without stages names the field."""
     config = dataclasses.replace(CONFIG, num_nextn_predict_layers=0, compress_ratios=CONFIG.compress_ratios[:-1])
-    with pytest.raises(ValueError, match="no draft stages.*num_nextn_predict_layers"):
+    with pytest.raises(ValueError, match=r"no draft stages.*num_nextn_predict_layers"):
         abstract_block(config, Kernels())
     state = jax.eval_shape(lambda: init_state(config, REFERENCE, slots=2, pages=1, row_block=16))
     rows = jax.ShapeDtypeStruct((16,), jnp.int32)

@@ -25,7 +25,7 @@ from deepinfer_jax.model.flow import Setting
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.state import Batch, State, init_state
 
-from ..kernels import reference
+from ..kernels import reference  # noqa: TID252 - tests are not an installed package
 from .harness import MAX_DRAFT, captured_run, poison
 
 CONFIG = ModelConfig.micro()
@@ -39,9 +39,7 @@ CLASSES = np.random.default_rng(2).integers(0, CONFIG.engram_compressed_vocab_si
 
 def expected_rows(ids: list[int], image: list[bool], classes: np.ndarray = CLASSES) -> np.ndarray:
     """Table rows [T, layers, columns] in unbounded integers."""
-    windows = reference.engram_windows(
-        classes[ids].tolist(), image, SIZE, int(classes[CONFIG.engram_pad_token_id])
-    )
+    windows = reference.engram_windows(classes[ids].tolist(), image, SIZE, int(classes[CONFIG.engram_pad_token_id]))
     layers = []
     for which, layer in enumerate(LAYERS):
         primes = primes_of(which)
@@ -93,7 +91,7 @@ def sequences(draw: st.DrawFn) -> tuple[list[int], list[bool]]:
 
 
 @settings(max_examples=150)
-@given(data=st.data(), both=st.tuples(sequences(), sequences()), slots=st.permutations(range(SLOTS)))
+@given(data=st.data(), both=st.tuples(sequences(), sequences()), slots=st.permutations(list(range(SLOTS))))
 def test_any_schedule(data: st.DataObject, both: tuple, slots: list[int]) -> None:
     """Splits, neighbours, slots, image spans and rejected rows must not show in any row's table rows."""
     hasher = Hasher()
@@ -134,7 +132,7 @@ def test_every_split_of_a_sequence() -> None:
 
 
 def test_equal_windows_give_equal_rows() -> None:
-    """8.3.1: four equal last tokens, or tokens of the same classes, read the same memory; within the column's bucket."""
+    """8.3.1: equal last four tokens, or tokens of equal classes, read the same memory, each in its column's bucket."""
     twin = {int(c): np.flatnonzero(c == CLASSES) for c in CLASSES}
     pairs = [ids for ids in twin.values() if len(ids) > 1]
     first = [int(ids[0]) for ids in pairs[:4]]

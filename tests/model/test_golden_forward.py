@@ -92,7 +92,7 @@ def traces(run: Run, want: Arrays) -> tuple[Trace, Trace]:
 
 def largest_difference(run: Run, want: Arrays) -> float:
     """Of logits, streams and collapse weights."""
-    rows = want.get("logit_rows", np.arange(run.logits.shape[0])).astype(int)
+    rows = np.asarray(want.get("logit_rows", np.arange(run.logits.shape[0])), int)
     differences = [np.abs(run.logits[rows] - want["logits"]).max()]
     if "pre" in want:
         recorded, got = traces(run, want)

@@ -301,7 +301,9 @@ def test_reuse_layers_take_the_selection_of_their_owner(layer: int, owner: int, 
     """6: a Reuse layer, run by hand with its owner's rows of entries, gives the model's own result."""
     _, captured, runner = base()
     start = len(IDS) - ROW_TILE
-    batch = make_batch(CONFIG, [Chunk(0, start, IDS[start:], len(IDS))], runner.page_table, rows=ROW_TILE, replay="none")
+    batch = make_batch(
+        CONFIG, [Chunk(0, start, IDS[start:], len(IDS))], runner.page_table, rows=ROW_TILE, replay="none"
+    )
     count = ROW_TILE
 
     def run_with(selection: np.ndarray) -> np.ndarray:

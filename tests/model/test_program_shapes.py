@@ -17,7 +17,7 @@ from deepinfer_jax.model.forward import forward
 from deepinfer_jax.model.params import abstract_params
 from deepinfer_jax.model.state import Batch, State, init_state
 
-from ..jaxpr_shapes import assert_same_float_shapes
+from ..jaxpr_shapes import assert_same_float_shapes  # noqa: TID252 - tests are not an installed package
 from .harness import MAX_DRAFT
 
 CONFIG = ModelConfig.micro()
@@ -45,8 +45,8 @@ def call(
         logit_rows=ints(logit_rows),
         page_table=ints(slots, columns),
         window_start=ints(slots),
-        image_mask=jax.ShapeDtypeStruct((rows,), jnp.bool_),
-        embeddings=jax.ShapeDtypeStruct((rows, CONFIG.hidden_size), jnp.float32),
+        image_mask=jax.ShapeDtypeStruct((rows,), jnp.bool_),  # type: ignore[arg-type]
+        embeddings=jax.ShapeDtypeStruct((rows, CONFIG.hidden_size), jnp.float32),  # type: ignore[arg-type]
     )
     return abstract_params(CONFIG), state_of(slots, pages), batch
 

@@ -1,4 +1,4 @@
-"""The differentiable mode (`row_tile=None`): gradients, agreement with the tiles, and invariants of real-number functions.
+"""The differentiable mode (`row_tile=None`): gradients, agreement with the tiles, invariants up to rounding.
 
 A small stack with every kind of source, no rounding (profile f32_noq) and no discrete choice: all experts are
 chosen and the selection holds every entry. So results are smooth in every weight.
@@ -112,7 +112,8 @@ def whole_program() -> Any:
     return jit(jax.value_and_grad(likelihood, has_aux=True))
 
 
-def whole(ids: list[int], weights: Params | None = None, leaves: Leaves | None = None) -> tuple[float, Outputs, Leaves]:
+def whole(ids: list[int], weights: Params | None = None, leaves: Leaves | None = None) -> tuple[float, Any, Leaves]:
+    """(sum of log-probabilities, Outputs, gradient) with NumPy arrays."""
     weights = weights or params()
     leaves = leaves or start_leaves(weights, ids)
     (value, outputs), gradient = whole_program()(leaves, weights, batch_of(ids))
@@ -211,7 +212,7 @@ def test_tiles_give_the_same_numbers(span: range) -> None:
 
 
 def test_window_layers_depend_on_relative_positions() -> None:
-    """attention.md 10.2.12: moving a text changes nothing in a layer without compressed cache, once its window is full."""
+    """attention.md 10.2.12: moving a text changes nothing in a window-only layer once the window is full."""
     shared, window = IDS[:14], CONFIG.sliding_window
     early = whole([*IDS[20:22], *shared])[1].captured
     late = whole([*IDS[14:32], *shared])[1].captured

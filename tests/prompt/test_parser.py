@@ -81,7 +81,7 @@ starts = st.builds(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(text=outputs, start=starts, cuts=st.lists(st.integers(0, 400), max_size=12))
 def test_any_cut_gives_the_same_text_parse(text: str, start: OutputStart, cuts: list[int]) -> None:
     """Guards streaming of text: cuts inside control tokens, tags and fences change neither result nor notes."""
@@ -90,7 +90,7 @@ def test_any_cut_gives_the_same_text_parse(text: str, start: OutputStart, cuts: 
     assert parsed.raw == text
 
 
-@settings(max_examples=400)
+@settings(max_examples=250)
 @given(text=outputs, start=starts, cuts=st.lists(st.integers(0, 400), max_size=12))
 def test_any_cut_gives_the_same_id_parse(text: str, start: OutputStart, cuts: list[int]) -> None:
     """Guards streaming of ids: cuts between any tokens, inside characters too, change neither result nor notes."""
@@ -133,6 +133,8 @@ def test_calls() -> None:
         tool_calls=(ToolCall("f", '{"a": "x\\ny", "n": [1, 2.50]}', "call_4"), ToolCall("g", "{}", "call_5")),
     )
     assert parsed.to_message() == Message("assistant", "So:", "why", parsed.tool_calls)
+    long = block(invoke("f", parameter("a", "x" * 5000)))  # longer than any tag may be
+    assert [len(call.arguments) for call in check_cuts(long, [40, 90], OutputStart()).tool_calls] == [5009]
     older = GOOD.replace("｜ ", "｜").replace("calls>", "tool_calls>")
     assert parse_output("So:\n\n" + older).tool_calls == parse_output("So:\n\n" + GOOD).tool_calls
 
@@ -176,6 +178,7 @@ MALFORMED = {
     "too deep": block(invoke("f", parameter("a", "[" * 65 + "]" * 65, ' string="false"'))),
     "half a surrogate pair": block(invoke("f", parameter("a", '"\\ud83d"', ' string="false"'))),
     "twice": block(invoke("f", parameter("a", "1"), parameter("a", "2"))),
+    "no bracket": GOOD.replace(f"{D} invoke", f"{control.DSML} invoke", 1),
     "token in a tag": f"{D}{control.DSML} calls>",
     "token in a value": block(invoke("f", parameter("a", f"x{control.DSML}y"))),
     "long tag": block(f'{D} invoke name="f" {" " * 4100}>\n{E} invoke>\n'),
@@ -235,7 +238,7 @@ names = texts.map(lambda text: "".join(c for c in text if c not in '"\r\n')[:200
 calls_of = st.lists(st.tuples(names, st.dictionaries(keys, values, max_size=3)), max_size=3)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(reasoning=contents, content=contents, called=calls_of, as_ids=st.booleans())
 def test_rendered_turn_parses_back(reasoning: str, content: str, called: list, as_ids: bool) -> None:
     """Guards the round trip: an assistant turn as the encoder writes it gives back its parts, whatever they spell."""

@@ -52,7 +52,7 @@ def random_text(source: random.Random) -> str:
     planes = [(0x20, 0x7F), (0x00, 0x20), (0x80, 0x250), (0x300, 0x370), (0x3040, 0x30FF), (0x4E00, 0x9FA6)]
     planes += [(0x2000, 0x2070), (0xE000, 0xF900), (0x1F300, 0x1F700), (0xF0000, 0xF0100), (0x600, 0x700)]
     pieces = []
-    for _ in range(source.randrange(12)):
+    for _ in range(source.randrange(7)):
         low, high = source.choice(planes)
         count = source.randrange(1, 6)
         pieces.append("".join(chr(source.randrange(low, high)) for _ in range(count)))

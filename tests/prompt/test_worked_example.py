@@ -22,7 +22,8 @@ def assert_shortened(text: str, shown: str) -> None:
 
 def test_worked_example() -> None:
     """Guards the page: its code runs, and gives the prompts, the parse and the next prompt that it shows."""
-    section = PAGE.read_text(encoding="utf-8").partition("## A worked example")[2].partition("\n## ")[0]
+    page = PAGE.read_text(encoding="utf-8")
+    section = page[page.index("## A worked example") : page.index("## Where this differs")]
     code = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     shown = [block.removesuffix("\n") for block in re.findall(r"```text\n(.*?)```", section, re.DOTALL)]
     tokenizer = demo.load_tokenizer()
