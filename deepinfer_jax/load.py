@@ -12,6 +12,7 @@ import jax
 
 from deepinfer_jax.checkpoint.load import load_checkpoint
 from deepinfer_jax.checkpoint.writer import save_checkpoint
+from deepinfer_jax.compile import jit
 from deepinfer_jax.kernels.profile import numerics_profile
 from deepinfer_jax.kernels.quantization import QuantTensor, dequantize
 from deepinfer_jax.model.config import ModelConfig
@@ -54,9 +55,11 @@ def tokenizer_of(params: Params) -> Tokenizer | None:
 def unpack_params(params: Params) -> Params:
     """The same weights with FP8 and FP4 matrices as bfloat16 arrays (exact; Engram tables stay packed)."""
 
+    unpacked = jit(dequantize)
+
     def unpack(leaf: Any) -> Any:
         if isinstance(leaf, QuantTensor) and leaf.format != "fp8_row":
-            return jax.jit(dequantize)(leaf)
+            return unpacked(leaf)
         return leaf
 
     return jax.tree.map(unpack, params, is_leaf=lambda leaf: isinstance(leaf, QuantTensor))
