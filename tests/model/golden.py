@@ -26,7 +26,7 @@ from deepinfer_jax.kernels.quantization import unpack_cache
 from deepinfer_jax.model.config import ModelConfig
 from deepinfer_jax.model.exchange import LOCAL_EXCHANGE
 from deepinfer_jax.model.flow import Flow, Setting, rows_of
-from deepinfer_jax.model.forward import forward
+from deepinfer_jax.model.forward import forward, project_logits
 from deepinfer_jax.model.layer import LayerNumbers, apply_layer, make_source
 from deepinfer_jax.model.params import LayerParams, Params
 from deepinfer_jax.model.plan import layer_kind, layer_plan
@@ -139,11 +139,12 @@ def as_numpy(values: jax.Array) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What one call gave: logits [S, V] and captures [layers, S, ...] of its S rows, and the state after it."""
+    """What one call gave of its S rows: logits [S, V], captures [layers, S, ...], taps; and the state after it."""
 
     logits: np.ndarray
     captured: Arrays
     state: State
+    taps: np.ndarray
 
 
 class Model:
@@ -174,7 +175,7 @@ class Model:
         self.compile()
         outputs, state = self._program(self.params, state, batch)
         captured = {name: as_numpy(value)[:, :count] for name, value in outputs.captured.items()}
-        return Run(as_numpy(outputs.logits)[:count], captured, state)
+        return Run(as_numpy(outputs.logits)[:count], captured, state, as_numpy(outputs.taps)[:count])
 
     def prefill(self, token_ids: np.ndarray, image: np.ndarray | None = None) -> Run:
         """The whole prompt in one call from an empty state; computed once."""
@@ -329,6 +330,20 @@ class Layers:
             flow = dataclasses.replace(flow, state=(done := program(p, numbers, batch, hashes, part)).state)
             parts.append(done)
         return join_flows(parts)
+
+    def logits(self, prompt: Prompt, streams: np.ndarray, pre: np.ndarray) -> np.ndarray:
+        """Logits [S, V] of what left the last layer."""
+        flow = self.flow(prompt, self.empty_state(), streams, pre)
+        if "head" not in self._programs:
+            setting = self.setting()
+
+            def head(params: Params, streams: jax.Array, pre: jax.Array) -> jax.Array:
+                return project_logits(setting, params, params.norm, streams, pre)[1]
+
+            self._programs["head"] = jit(head)
+        parts = [cut_flow(flow, number * self.BLOCK, self.BLOCK) for number in range(len(prompt.blocks))]
+        logits = [np.asarray(self._programs["head"](self.params, part.streams, part.pre)) for part in parts]
+        return np.concatenate(logits)[: prompt.count]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,14 +126,15 @@ def agreeing_layers(model: Model, run: Run, want: Arrays) -> int:
     return min(flip.border.layer, last)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def compiled(request: pytest.FixtureRequest, golden_model: Callable[[str, str], Model]) -> None:
     """Compiles the programs of all selected tests, two at a time."""
-    chosen = [item.callspec.params["case"][:2] for item in request.session.items if "case" in item.fixturenames]  # type: ignore[attr-defined]
-    in_parallel([golden_model(name, mode).compile for name, mode in dict.fromkeys(chosen)])
+    items: list[Any] = [item for item in request.session.items if item.path == request.path]
+    chosen = dict.fromkeys(item.callspec.params["case"][:2] for item in items)
+    in_parallel([golden_model(name, mode).compile for name, mode in chosen])
 
 
-@pytest.fixture(scope="session", params=cases())
+@pytest.fixture(scope="module", params=cases())
 def case(request: pytest.FixtureRequest, golden_model: Callable[[str, str], Model], compiled: None) -> Case:
     """One prompt's prefill."""
     name, mode, prompt = request.param

@@ -9,6 +9,7 @@ accumulation moved the recorded results by the floors in `layerwise_noise.json`,
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from deepinfer_jax.model.plan import layer_kind
 from .golden import (
     Arrays,
     Layers,
+    Model,
     as_numpy,
     candidate_blocks_of,
     load_model,
@@ -131,14 +133,18 @@ def compiled_layers() -> dict[str, Layers]:
     return {}
 
 
+def layers_of(name: str, compiled: dict[str, Layers]) -> Layers:
+    """The layers of one model, compiled once."""
+    if name not in compiled:
+        compiled[name] = Layers(*load_model(name), REFERENCE)
+    return compiled[name]
+
+
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
 def walked(request: pytest.FixtureRequest, compiled_layers: dict[str, Layers]) -> Walk:
     """One prompt through the layers of one model."""
     name, prompt = request.param
-    if name not in compiled_layers:
-        config, params = load_model(name)
-        compiled_layers[name] = Layers(config, params, REFERENCE)
-    return walk(compiled_layers[name], of_prompt(load_results(name, "ref_bf16"), prompt))
+    return walk(layers_of(name, compiled_layers), of_prompt(load_results(name, "ref_bf16"), prompt))
 
 
 def test_streams(walked: Walk) -> None:
@@ -201,6 +207,44 @@ def test_cache_contents(walked: Walk) -> None:
         differs, explained = one_code_apart(records, values, fmt)
         assert not (differs & ~explained).any(), f"{what}: elements differ by more than one code"
         assert differs.sum() <= 1 + differs.size // 1000, f"{what}: {differs.sum()} of {differs.size} codes differ"
+
+
+def test_head(walked: Walk) -> None:
+    """Guards the last collapse, norm and vocabulary product, which rounds once, to bfloat16, before the product."""
+    want = walked.want
+    prompt = walked.layers.prompt(want["input_ids"], want.get("engram_hash"))
+    difference = np.abs(walked.layers.logits(prompt, want["streams"][-1], want["pre"][-1]) - want["logits"]).max(axis=1)
+    assert np.median(difference) <= 1e-5
+    assert difference.max() <= 2e-2  # one bfloat16 step of one normed value
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["g1_attn", "g2_engram", "g3_full"])
+def test_forward_is_its_layers(
+    name: str, compiled_layers: dict[str, Layers], golden_model: Callable[[str, str], Model]
+) -> None:
+    """Guards what the layers above do not see: that the whole pass feeds each layer what the one before gave."""
+    ids = of_prompt(load_results(name, "ref_bf16"), "p33")["input_ids"]
+    run = golden_model(name, "ref_bf16").prefill(ids)
+    layers = layers_of(name, compiled_layers)
+    captured = run.captured
+    inputs: Arrays = {"input_ids": ids, "streams": captured["streams"], "pre": captured["pre"]}
+    inputs["router_idx"] = captured["router_ids"]
+    if layers.config.engram_layer_ids:
+        hashes = [captured["engram_rows"][layer] for layer in layers.config.engram_layer_ids]
+        inputs["engram_hash"] = np.stack(hashes, axis=1)
+    inputs |= {f"index_topk/{layer}": captured["selection"][layer] for layer in layers.config.index_source_layer_ids}
+    publisher = layers.config.candidate_source_layer_id
+    blocks = np.repeat(captured["candidates"][publisher], layers.config.candidate_block_size, axis=1)
+    inputs[f"cand_mask/{publisher}"] = blocks
+    for result in walk(layers, inputs).results:
+        assert (result.row_errors == 0).mean() >= EXACT_ROWS, f"layer {result.layer}"
+        assert result.row_errors.max() <= WORST_ROW, f"layer {result.layer}"
+        np.testing.assert_array_equal(result.router_ids, result.want_router_ids)
+        if result.selection is not None:
+            np.testing.assert_array_equal(result.selection, result.want_selection)
+    final = layers.logits(layers.prompt(ids, inputs.get("engram_hash")), captured["streams"][-1], captured["pre"][-1])
+    np.testing.assert_allclose(final, run.logits, rtol=0, atol=2e-2)
 
 
 def test_recorded_floors_are_those_the_bounds_were_chosen_for() -> None:
