@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 import numpy as np
+from jaxlib import version as jaxlib_version
 
 from deepinfer_jax.batching import Chunk, Replay, make_batch
 from deepinfer_jax.engine.programs import forward_program
@@ -98,7 +98,7 @@ def main() -> None:
         "date": datetime.date.today().isoformat(),
         "device": f"{jax.devices()[0].device_kind}, {platform.machine()}",
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": jaxlib_version.__version__,
         **measure(arguments.repeats),
     }
     text = json.dumps(result, indent=2)

@@ -44,7 +44,22 @@ _MODULES = {
     "SamplingParams": "sampling_params",
 }
 
-__all__ = ["__version__", *_MODULES]
+__all__ = [
+    "Completion",
+    "GenerationError",
+    "ModelConfig",
+    "Params",
+    "RequestOutput",
+    "SamplingParams",
+    "TokenEvent",
+    "__version__",
+    "generate",
+    "init_params",
+    "load_params",
+    "logits",
+    "score",
+    "stream",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 
 import jax
-import jaxlib
+from jaxlib import version as jaxlib_version
 
 from deepinfer_jax.compile import options_text
 from deepinfer_jax.load import cache_folder
@@ -29,7 +29,13 @@ def _cpu_features() -> str:
 
 def compile_cache_folder(platform_name: str) -> Path:
     """Folder of compiled programs for this jaxlib, CPU and set of compiler options."""
-    facts = [jax.__version__, jaxlib.__version__, platform.machine(), _cpu_features(), options_text(platform_name)]
+    facts = [
+        jax.__version__,
+        jaxlib_version.__version__,
+        platform.machine(),
+        _cpu_features(),
+        options_text(platform_name),
+    ]
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     return cache_folder() / "compiled" / digest
 

@@ -13,13 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from .checkpoint_files import DATA, token_map
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_jax.checkpoint import CheckpointError, load_token_map, token_classes
 from deepinfer_jax.checkpoint.engram_map import check_token_map, token_map_bytes
 from deepinfer_jax.model.config import ModelConfig
+
+from .checkpoint_files import DATA, token_map
 
 pytestmark = pytest.mark.fast
 

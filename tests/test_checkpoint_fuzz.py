@@ -14,13 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from .checkpoint_files import file_bytes, header_of, random_tensors, write_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_jax.checkpoint import CheckpointError, load_checkpoint
 from deepinfer_jax.model.config import ModelConfig
 from deepinfer_jax.model.params import abstract_params
+
+from .checkpoint_files import file_bytes, header_of, random_tensors, write_folder
 
 MICRO = dataclasses.replace(ModelConfig.micro(), n_routed_experts=2, dspark_n_routed_experts=2)
 TENSORS = random_tensors(MICRO)

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors
-from .checkpoint_files import DATA, file_bytes, header_of, random_tensors, token_map, write_folder
 
 from deepinfer_jax.checkpoint import (
     Checkpoint,
@@ -30,6 +29,8 @@ from deepinfer_jax.kernels.quantization import QuantTensor
 from deepinfer_jax.model.config import ModelConfig, VisionConfig
 from deepinfer_jax.model.params import CheckpointTensor, Parameter, Params, abstract_params, build_params
 from deepinfer_jax.model.plan import layer_plan
+
+from .checkpoint_files import DATA, file_bytes, header_of, random_tensors, token_map, write_folder
 
 pytestmark = pytest.mark.fast
 

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import safetensors
 import safetensors.numpy
-from .checkpoint_files import file_bytes, header_of, random_tensors, write_folder
 
 from deepinfer_jax.checkpoint import Checkpoint, CheckpointError, check_tensors
 from deepinfer_jax.checkpoint import files as checkpoint_limits
 from deepinfer_jax.checkpoint import reader as reader_limits
 from deepinfer_jax.model.config import ModelConfig
 from deepinfer_jax.model.params import CheckpointTensor
+
+from .checkpoint_files import file_bytes, header_of, random_tensors, write_folder
 
 pytestmark = pytest.mark.fast
 

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from .checkpoint_files import random_tensors, token_map, write_folder
 
 from deepinfer_jax import __version__
 from deepinfer_jax.checkpoint import CheckpointError
 from deepinfer_jax.cli import main
 from deepinfer_jax.model.config import ModelConfig
 from deepinfer_jax.model.params import checkpoint_table
+
+from .checkpoint_files import random_tensors, token_map, write_folder
 
 pytestmark = pytest.mark.fast
 

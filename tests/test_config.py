@@ -10,11 +10,12 @@ import re
 from typing import Any
 
 import pytest
-from .checkpoint_files import DATA
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_jax.model.config import ModelConfig, RopeScaling, VisionConfig
+
+from .checkpoint_files import DATA
 
 pytestmark = pytest.mark.fast
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from .checkpoint_files import DATA
 
 from deepinfer_jax.checkpoint import plan_lines, summarize
 from deepinfer_jax.checkpoint.summary import Amount, category
@@ -29,6 +28,8 @@ from deepinfer_jax.model.params import (
     layer_parameters,
     vision_parameters,
 )
+
+from .checkpoint_files import DATA
 
 pytestmark = pytest.mark.fast
 

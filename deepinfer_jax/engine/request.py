@@ -29,7 +29,7 @@ class Logs:
     """Log-probabilities that arrive row by row."""
 
     def __init__(self) -> None:
-        self._rows: list[tuple[float, np.ndarray, np.ndarray]] = []
+        self._rows: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
 
     def add(self, logprob: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray, top: int) -> None:
         self._rows.append((logprob, top_ids[:top], top_logprobs[:top]))

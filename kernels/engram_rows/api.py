@@ -49,9 +49,7 @@ def engram_rows(
 ) -> jax.Array:
     """Gather and dequantise table rows: int32 [T, columns] -> [T, columns * width] (exact)."""
     if table.format != "fp8_row" or row_ids.ndim != 2:
-        raise ValueError(
-            f"engram_rows: table {table.format!r} must be 'fp8_row', ids {row_ids.shape} [T, columns]"
-        )
+        raise ValueError(f"engram_rows: table {table.format!r} must be 'fp8_row', ids {row_ids.shape} [T, columns]")
     return implementation_module("engram_rows", implementation).engram_rows(table, row_ids, dtype, row_tile)
 
 

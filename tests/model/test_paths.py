@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from .harness import MAX_DRAFT, Runner, Shape, assert_same_bits, one_shot, page_tables, plain_tables
 
 from deepinfer_jax.batching import Chunk
 from deepinfer_jax.kernels.profile import F32_ALLQ, F32_KVQ, F32_NOQ, REFERENCE, NumericsProfile
 from deepinfer_jax.model.config import ModelConfig
+
+from .harness import MAX_DRAFT, Runner, Shape, assert_same_bits, one_shot, page_tables, plain_tables
 
 CONFIG = ModelConfig.micro()
 RNG = np.random.default_rng(20261130)

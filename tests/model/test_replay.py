@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from .harness import Runner, Shape, assert_same_bits, plain_tables
 
 from deepinfer_jax.batching import Chunk, Replay, decoder_start_position, make_batch
 from deepinfer_jax.kernels.profile import REFERENCE
 from deepinfer_jax.model.config import ModelConfig
+
+from .harness import Runner, Shape, assert_same_bits, plain_tables
 
 CONFIG = ModelConfig.micro()
 KEPT = CONFIG.exact_trim_rows  # (8 - 1) * 4 + 1 = 29
