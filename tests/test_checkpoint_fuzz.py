@@ -178,8 +178,9 @@ def damage_payload(draw: st.DrawFn) -> Files:
     content = bytearray(SINGLE_FILES["model.safetensors"])
     any_byte = st.integers(0, len(PAYLOAD) - 1)
     in_scales = st.sampled_from(SCALES).flatmap(lambda offsets: st.integers(offsets[0], offsets[1] - 1))
-    at = draw(st.one_of(any_byte, in_scales))
-    content[len(content) - len(PAYLOAD) + at] = draw(st.sampled_from([0, 127, 255]))
+    nan = draw(st.booleans())
+    at = draw(in_scales if nan else any_byte)
+    content[len(content) - len(PAYLOAD) + at] = 255 if nan else draw(st.sampled_from([0, 127, 255]))
     return SINGLE_FILES | {"model.safetensors": bytes(content)}
 
 
@@ -195,7 +196,7 @@ DAMAGES: dict[Callable[[st.DrawFn], Files], tuple[int, bool]] = {
     damage_size: (25, False),
     damage_index: (35, True),
     damage_files: (15, False),
-    damage_payload: (15, True),
+    damage_payload: (20, True),
     damage_config: (15, True),
 }
 """Kind of damage -> (number of examples, whether some examples must still load)."""

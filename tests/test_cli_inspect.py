@@ -144,14 +144,20 @@ def test_debug_raises(tmp_path: Path) -> None:
 # ---- the command itself ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [[], ["Once upon a time"], ["--prompt", "x", "--max-tokens", "5"]])
-def test_generate_says_that_it_is_not_there(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    """Guards against a command that pretends to work, whatever options a person tries."""
-    assert main(["generate", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1
-    assert "later version" in captured.err
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["generate", "Once", "--seed", "3"], "deepinfer_jax.generate(params, 'Once', seed=3)"),
+        (["score", "Once", "--top", "2", "--numerics", "f32_noq"], "load_params('demo', numerics='f32_noq')"),
+        (["chat", "--max-tokens", "5"], "deepinfer_jax.stream(params, messages, max_tokens=5)"),
+    ],
+)
+def test_show_code(capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str) -> None:
+    """Guards the printed Python against options that get lost; it must at least be Python."""
+    assert main([*arguments, "--show-code"]) == 0
+    code = capsys.readouterr().out
+    assert expected in code
+    compile(code, "shown", "exec")
 
 
 @pytest.mark.parametrize("arguments", [[], ["inspect"], ["inspect", "micro", "--colour"], ["frobnicate"]])
@@ -168,7 +174,7 @@ def test_wrong_usage(capsys: pytest.CaptureFixture[str], arguments: list[str]) -
     [
         (["--help"], "deepinfer-jax inspect released"),
         (["inspect", "--help"], "built-in configuration"),
-        (["generate", "--help"], "no model yet"),
+        (["generate", "--help"], "--max-tokens 50"),
         (["--version"], f"deepinfer-jax {__version__}\n"),
     ],
 )
@@ -185,7 +191,7 @@ def test_start_does_not_import_jax() -> None:
     code = (
         "import sys\n"
         "from deepinfer_jax.cli import main\n"
-        "assert main(['generate']) == 2\n"
+        "assert main(['generate', 'Once', '--show-code']) == 0\n"
         "heavy = {'jax', 'numpy', 'tokenizers', 'safetensors'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -60,8 +60,25 @@ def kept_reference(scaled: np.ndarray, top_k: int, top_p: float, min_p: float) -
 
 
 def _row_controls(position: jax.Array) -> Controls:
-    neutral = controls(position.shape[0], top_k=40, top_p=0.9, min_p=0.01)
-    return dataclasses.replace(neutral, position=position)
+    """Filters that are the same in every row, as arrays of the program like the positions."""
+    one = position * 0 + 1
+
+    def column(value: float) -> jax.Array:
+        return jnp.where(one > 0, jnp.float32(value), jnp.float32(0))
+
+    return Controls(
+        temperature=column(1.0),
+        top_k=one * 40,
+        top_p=column(0.9),
+        min_p=column(0.01),
+        seed=jnp.stack([one, one * 7], axis=1).astype(jnp.uint32),
+        sample_index=one * 0,
+        position=position,
+        processed=one > 1,
+        repetition=column(1.0),
+        presence=column(0.0),
+        frequency=column(0.0),
+    )
 
 
 CASES = (
