@@ -7,8 +7,11 @@ import dataclasses
 import sys
 from typing import Any
 
+DEFAULT_MAX_TOKENS = 200
+"""Of `generate` and `chat`: a command should end by itself soon. The Python functions have no such limit."""
+
 SAMPLING_FLAGS: tuple[tuple[str, type, str], ...] = (
-    ("max_tokens", int, "generated tokens at most (default: up to the context)"),
+    ("max_tokens", int, f"generated tokens at most; default {DEFAULT_MAX_TOKENS}"),
     ("temperature", float, "0 = greedy; default 1"),
     ("top_p", float, "smallest set of tokens with this mass; default 1 = off"),
     ("top_k", int, "this many most likely tokens; default 0 = off"),
@@ -43,9 +46,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_changes(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Only what was given on the command line."""
+    """What was given on the command line, and the limit of length."""
     names = [name for name, _, _ in SAMPLING_FLAGS] + ["stop", "ignore_eos"]
-    return {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+    given = {name: value for name in names if (value := getattr(arguments, name, None)) is not None}
+    return {"max_tokens": DEFAULT_MAX_TOKENS, **given}
 
 
 def _code(arguments: argparse.Namespace, call: str) -> str:

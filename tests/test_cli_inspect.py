@@ -147,7 +147,7 @@ def test_debug_raises(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["generate", "Once", "--seed", "3"], "deepinfer_jax.generate(params, 'Once', seed=3)"),
+        (["generate", "Once", "--seed", "3"], "deepinfer_jax.generate(params, 'Once', max_tokens=200, seed=3)"),
         (["score", "Once", "--top", "2", "--numerics", "f32_noq"], "load_params('demo', numerics='f32_noq')"),
         (["chat", "--max-tokens", "5"], "deepinfer_jax.stream(params, messages, max_tokens=5)"),
     ],

@@ -101,6 +101,12 @@ def candidate_blocks_of(config: ModelConfig, recorded: np.ndarray, columns: int)
     return whole.reshape(len(recorded), columns, size).any(axis=-1)
 
 
+def existing_blocks(config: ModelConfig, layer: int, count: int, columns: int) -> np.ndarray:
+    """bool [S, columns]: blocks that hold an entry which the row sees; the mask of other blocks means nothing."""
+    entries = (np.arange(count) + 1) // config.compress_ratios[layer]
+    return np.arange(columns)[None] * config.candidate_block_size < entries[:, None]
+
+
 # ---- calls ----------------------------------------------------------------------------------------
 
 

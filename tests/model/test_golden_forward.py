@@ -22,6 +22,7 @@ from .golden import (
     Model,
     Run,
     candidate_blocks_of,
+    existing_blocks,
     in_parallel,
     load_results,
     of_prompt,
@@ -174,11 +175,9 @@ def test_candidate_blocks(case: Case) -> None:
     """Guards the candidate source: which blocks it keeps, and that the newest block is among them."""
     for layer, recorded in case.sources("cand_mask"):
         got = case.run.captured["candidates"][layer]
-        visible = candidate_blocks_of(case.model.config, recorded, got.shape[1])
-        entries = (np.arange(len(got)) + 1) // case.model.config.compress_ratios[layer]
-        size = case.model.config.candidate_block_size
-        exists = np.arange(got.shape[1])[None] * size < entries[:, None]
-        np.testing.assert_array_equal(got & exists, visible, err_msg=f"layer {layer}")
+        exists = existing_blocks(case.model.config, layer, *got.shape)
+        want = candidate_blocks_of(case.model.config, recorded, got.shape[1])
+        np.testing.assert_array_equal(got & exists, want, err_msg=f"layer {layer}")
 
 
 @pytest.mark.parametrize("case", cases(models=("g2_engram", "g3_full")), indirect=True)
