@@ -9,8 +9,6 @@ from jax import lax
 from deepinfer_jax.kernels.quantization import CacheFormat, unpack_cache
 from deepinfer_jax.kernels.tiling import tile_rows
 
-_LOWEST_MAXIMUM = -1e30  # start of the reference's running maximum: a fully masked row gives zeros
-
 
 def attend(queries: jax.Array, keys: jax.Array, valid: jax.Array, sink: jax.Array, scale: float) -> jax.Array:
     """queries [T, H, d], keys [T, M, d] (also values), valid [T, M]."""
@@ -23,7 +21,9 @@ def attend(queries: jax.Array, keys: jax.Array, valid: jax.Array, sink: jax.Arra
         preferred_element_type=jnp.float32,
     )
     logits = jnp.where(valid[:, None, :], logits * scale, -jnp.inf)
-    largest = jnp.maximum(jnp.max(logits, axis=-1, keepdims=True), _LOWEST_MAXIMUM)
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    # A row without a visible slot gives zeros, and its sink stays finite: so does its gradient.
+    largest = jnp.where(largest == -jnp.inf, 0.0, largest)
     weights = jnp.exp(logits - lax.stop_gradient(largest))
     total = jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink[None, :, None] - lax.stop_gradient(largest))
     output = lax.dot_general(

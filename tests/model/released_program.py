@@ -81,6 +81,7 @@ def main(name: str) -> None:
         "segments": [[segment.repeats, len(segment.runs)] for segment in layer_plan(config)],
         "lower_s": round(lowered_at - start, 1),
         "compile_s": round(finished - printed_at, 1),
+        "cpu_s": round(time.process_time(), 1),
         "text_bytes": len(text),
         "instructions": text.count(" = "),
         "peak_rss_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6, 2),
