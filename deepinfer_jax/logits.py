@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from deepinfer_jax.batching import Chunk, make_batch
-from deepinfer_jax.compile import jit
+from deepinfer_jax.engine.programs import forward_program
 from deepinfer_jax.kernels.dispatch import Kernels
-from deepinfer_jax.kernels.profile import NumericsProfile, numerics_profile
+from deepinfer_jax.kernels.profile import numerics_profile
 from deepinfer_jax.model.config import ModelConfig
-from deepinfer_jax.model.forward import forward
 from deepinfer_jax.model.params import Params
-from deepinfer_jax.model.state import PAGE, Batch, State, init_state
+from deepinfer_jax.model.state import PAGE, init_state
 
 ROWS = 128
 """Tokens per call. Results do not depend on it."""
 
 MAX_BYTES = 1 << 30
 """Largest result of `logits`."""
-
-
-@functools.lru_cache(maxsize=16)
-def _program(config: ModelConfig, profile: NumericsProfile, kernels: Kernels) -> Callable[..., Any]:
-    def step(params: Params, state: State, batch: Batch) -> tuple[Any, State]:
-        outputs, state = forward(params, state, batch, config=config, profile=profile, kernels=kernels)
-        return outputs.logits, state
-
-    return jit(step, donate_argnums=1)
 
 
 def check_token_ids(config: ModelConfig, ids: Sequence[int], what: str = "token ids") -> np.ndarray:
@@ -70,7 +58,7 @@ def logits(
     pages = 1 << (-(-array.size // PAGE) - 1).bit_length()  # few capacities, few compilations
     state = init_state(config, profile, slots=1, pages=pages, row_block=kernels.row_tile or ROWS)
     table = np.arange(pages, dtype=np.int32)[None]
-    step = _program(config, profile, kernels)
+    step = forward_program(config, profile, kernels)
     parts = []
     for start in range(0, array.size, ROWS):
         piece = array[start : start + ROWS]
