@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
+from deepinfer_jax import hub
 from deepinfer_jax.checkpoint.load import load_checkpoint
+from deepinfer_jax.checkpoint.unpack import unpack_weight
 from deepinfer_jax.checkpoint.writer import save_checkpoint
-from deepinfer_jax.compile import jit
 from deepinfer_jax.kernels.profile import numerics_profile
-from deepinfer_jax.kernels.quantization import QuantTensor, dequantize
+from deepinfer_jax.kernels.quantization import QuantTensor
 from deepinfer_jax.model.config import ModelConfig
 from deepinfer_jax.model.init import init_params
 from deepinfer_jax.model.params import Params
@@ -28,7 +29,6 @@ _DEMO_FOLDER = "demo-random-1"  # a new name whenever the drawn weights change
 UNPACK_BYTES = 1 << 30
 """A model whose unpacked bfloat16 weights are smaller is unpacked once when it is loaded for a CPU."""
 
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _tokenizers: dict[str, Tokenizer] = {}
 
 
@@ -55,11 +55,9 @@ def tokenizer_of(params: Params) -> Tokenizer | None:
 def unpack_params(params: Params) -> Params:
     """The same weights with FP8 and FP4 matrices as bfloat16 arrays (exact; Engram tables stay packed)."""
 
-    unpacked = jit(dequantize)
-
     def unpack(leaf: Any) -> Any:
         if isinstance(leaf, QuantTensor) and leaf.format != "fp8_row":
-            return unpacked(leaf)
+            return jax.numpy.asarray(unpack_weight(np.asarray(leaf.data), np.asarray(leaf.scale), leaf.format))
         return leaf
 
     return jax.tree.map(unpack, params, is_leaf=lambda leaf: isinstance(leaf, QuantTensor))
@@ -88,36 +86,49 @@ def _demo_folder() -> Path:
     return folder
 
 
+def _source_folder(name: str, *, hub_allowed: bool, revision: str | None, yes: bool) -> Path:
+    """Folder of a source: the demo, a folder that exists, or a download. ValueError if it is none of these."""
+    on_hub = hub_allowed and (name == hub.RELEASED or (hub.is_hub_name(name) and not Path(name).is_dir()))
+    if on_hub:
+        return hub.download(name, revision=revision, yes=yes, cache=cache_folder()).folder
+    if revision is not None:
+        raise ValueError(f"revision: {name} is not a repository of the hub, so it has no revisions")
+    folder = _demo_folder() if name == DEMO else Path(name)
+    if not folder.is_dir():
+        raise ValueError(
+            f"{name}: no such folder; pass {DEMO!r}, a checkpoint folder, {hub.RELEASED!r} or owner/name of the hub"
+        )
+    return folder
+
+
 def load_params(
     source: str | os.PathLike[str] = DEMO,
     *,
     numerics: str = "reference",
     mesh: jax.sharding.Mesh | None = None,
     unpack: bool | None = None,
+    revision: str | None = None,
+    yes: bool = False,
 ) -> Params:
     """Load a model.
 
     Args:
-        source: "demo" (the embedded small model) or a checkpoint folder.
+        source: "demo" (the embedded small model), a checkpoint folder, "released" (the published weights),
+            or "owner/name" of a repository on the hub, downloaded at first use (docs/loading.md).
         numerics: profile that generation uses (`kernels/profile.py`).
         mesh: not supported yet.
         unpack: unpack FP8 and FP4 weights to bfloat16 once: faster on a CPU, more memory, the same
             results. None: on a CPU, if they take less than 1 GiB.
+        revision: branch, tag or commit of a repository; default "main".
+        yes: download without asking.
     Returns: Params; the tokenizer beside the weights is remembered for `generate`.
-    Raises: ValueError for an unknown source or profile; CheckpointError for a bad folder.
+    Raises: ValueError for an unknown source or profile; CheckpointError for a bad folder; HubError.
     """
     numerics_profile(numerics)
     if mesh is not None:
         raise NotImplementedError("load_params: mesh is not supported yet; leave it None for one device")
     name = os.fspath(source)
-    folder = _demo_folder() if name == DEMO else Path(name)
-    if not folder.is_dir():
-        if _HUB_NAME.fullmatch(name):
-            raise NotImplementedError(
-                f"{name}: no such folder, and downloading from a hub is not in this version; "
-                "download the checkpoint and pass its folder"
-            )
-        raise ValueError(f"{name}: no such folder; pass a checkpoint folder or {DEMO!r}")
+    folder = _source_folder(name, hub_allowed=isinstance(source, str), revision=revision, yes=yes)
     _, params = load_checkpoint(folder)
     tokenizer_id = None
     if (folder / TOKENIZER_FILE).exists():

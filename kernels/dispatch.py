@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Literal, get_args
 
 import jax
+import numpy as np
 
 Implementation = Literal["xla", "mosaic_gpu", "cann"]
 
@@ -56,6 +58,18 @@ def contract(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return mark
 
 
+@functools.lru_cache(maxsize=1024)
+def _traced_once(
+    function: Callable[..., Any],
+    implementation: Implementation | None,
+    row_tile: int | None,
+    fixed: tuple[tuple[str, Any], ...],
+) -> Callable[..., Any]:
+    """A jit inside the program that is being traced: equal calls are traced and lowered once, which halves
+    both. It is no program of its own: XLA inlines it, and the options of the outer `compile.jit` hold."""
+    return jax.jit(functools.partial(function, implementation=implementation, row_tile=row_tile, **dict(fixed)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernels:
     """Implementations used by one program: chosen once from configuration and device, hashable.
@@ -80,5 +94,10 @@ class Kernels:
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a contract function with this bundle's implementation and row tile."""
         op = function.op  # type: ignore[attr-defined]
+        arrays = {name: value for name, value in kwargs.items() if isinstance(value, jax.Array | np.ndarray)}
+        fixed = {name: value for name, value in kwargs.items() if name not in arrays}
+        choice = self.implementation(op)
         with jax.named_scope(f"{op}.{function.__name__}"):
-            return function(*args, implementation=self.implementation(op), row_tile=self.row_tile, **kwargs)
+            if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, arrays))):
+                return _traced_once(function, choice, self.row_tile, tuple(sorted(fixed.items())))(*args, **arrays)
+            return function(*args, implementation=choice, row_tile=self.row_tile, **kwargs)
