@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:  # the names below are loaded when they are first used: `--help` must not wait for jax
+    from deepinfer_jax.api import Engine as Engine
     from deepinfer_jax.api import GenerationError as GenerationError
     from deepinfer_jax.api import generate as generate
     from deepinfer_jax.api import score as score
     from deepinfer_jax.api import stream as stream
+    from deepinfer_jax.engine.runtime_config import RuntimeConfig as RuntimeConfig
     from deepinfer_jax.load import load_params as load_params
     from deepinfer_jax.logits import logits as logits
     from deepinfer_jax.model.config import ModelConfig as ModelConfig
@@ -29,7 +31,9 @@ if TYPE_CHECKING:  # the names below are loaded when they are first used: `--hel
     from deepinfer_jax.sampling_params import SamplingParams as SamplingParams
 
 _MODULES = {
+    "Engine": "api",
     "GenerationError": "api",
+    "RuntimeConfig": "engine.runtime_config",
     "generate": "api",
     "score": "api",
     "stream": "api",
@@ -46,10 +50,12 @@ _MODULES = {
 
 __all__ = [
     "Completion",
+    "Engine",
     "GenerationError",
     "ModelConfig",
     "Params",
     "RequestOutput",
+    "RuntimeConfig",
     "SamplingParams",
     "TokenEvent",
     "__version__",

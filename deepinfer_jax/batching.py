@@ -108,5 +108,7 @@ def make_batch(
         logit_rows=_padded(wanted, logit_rows or rows, -1, "logit rows"),  # type: ignore[arg-type]
         page_table=page_table.astype(np.int32),  # type: ignore[arg-type]
         window_start=window_start,  # type: ignore[arg-type]
+        encoder_start=np.zeros_like(window_start),  # type: ignore[arg-type]
+        page_start=np.zeros_like(window_start),  # type: ignore[arg-type]
         image_mask=_padded(image, rows, 0, "rows").astype(bool),  # type: ignore[arg-type]
     )

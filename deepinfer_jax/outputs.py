@@ -9,7 +9,7 @@ import numpy as np
 
 from deepinfer_jax.prompt import ToolCall
 
-FinishReason = Literal["stop", "length", "tool_calls", "error"]
+FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "error"]
 
 
 def _plain(value: Any) -> Any:
@@ -53,7 +53,7 @@ class Completion(_BitEquality):
     text: what the model wrote, as text, without the stop string, the end token and what follows.
     token_ids: every generated token, the ending one included.
     logprobs: float32 per generated token, None unless asked for; top_ids, top_logprobs: [T, k].
-    finish_reason: "stop" (end token, stop id or string), "length", "tool_calls", "error".
+    finish_reason: "stop" (end token, stop id or string), "length", "tool_calls", "cancelled", "error".
     stop_reason: the stop string or id that ended it; None for the end token or the length.
     content, reasoning, tool_calls: the parse of a conversation's answer. For a plain completion content
         is the text.
@@ -75,12 +75,16 @@ class Completion(_BitEquality):
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """Token counts of one request, summed over its samples."""
+    """Token counts of one request, summed over its samples.
+
+    cached_tokens: prompt rows that were not processed because their prefix was cached. It depends on what
+    ran before, so it is no part of equality.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     reasoning_tokens: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int = dataclasses.field(default=0, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

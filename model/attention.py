@@ -89,7 +89,7 @@ def attention(
     if kind.index_source:
         flow = select_entries(setting, kind, p, x, q_low, rows, flow, layer, source_id)
 
-    first = jnp.maximum(rows.window_start, 0) if kind.decoder else jnp.zeros_like(rows.positions)
+    first = jnp.maximum(rows.window_start if kind.decoder else rows.encoder_start, 0)
     places = window_rows(config, rows, ring, layer * slots + rows.read_slot, first)
     compressed = compressed_rows = None
     if ratio:

@@ -77,7 +77,7 @@ def compress(
         projected = run(row_dot, x, p["attn.compressor.wkv"])
         latent = run(rms_norm, projected, p["attn.compressor.norm"], eps=config.rms_norm_eps)
     entry = (rows.positions + 1) // ratio - 1
-    closes = rows.valid & ((rows.positions + 1) % ratio == 0)
+    closes = rows.valid & ((rows.positions + 1) % ratio == 0) & (rows.positions >= rows.page_start)
     origin = entry * ratio
     frequencies = jnp.asarray(inverse_frequencies(config, ratio))
     eps = config.rms_norm_eps

@@ -46,13 +46,14 @@ class Setting:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["number", "positions", "sequence", "image", "page_ids", "window_start"],
+    data_fields=["number", "positions", "sequence", "image", "page_ids", "window_start", "encoder_start", "page_start"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """Facts of some rows: number in the call (int32, out of range = padding), position, slot (-1 =
-    padding), image flag, pages of the row's sequence [T, P], first valid decoder window position."""
+    padding), image flag, pages of the row's sequence [T, P], first valid window positions of decoder and
+    encoder layers, first position that appends to pages."""
 
     number: jax.Array
     positions: jax.Array
@@ -60,6 +61,8 @@ class Rows:
     image: jax.Array
     page_ids: jax.Array
     window_start: jax.Array
+    encoder_start: jax.Array
+    page_start: jax.Array
 
     @property
     def valid(self) -> jax.Array:
@@ -88,6 +91,8 @@ def rows_of(batch: Batch, numbers: jax.Array) -> Rows:
         image=batch.image_mask[safe],
         page_ids=batch.page_table[slot],
         window_start=batch.window_start[slot],
+        encoder_start=batch.encoder_start[slot],
+        page_start=batch.page_start[slot],
     )
 
 

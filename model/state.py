@@ -70,6 +70,8 @@ class State:
         "logit_rows",
         "page_table",
         "window_start",
+        "encoder_start",
+        "page_start",
         "image_mask",
         "embeddings",
     ],
@@ -85,7 +87,10 @@ class Batch:
         at the end (`spec/attention.md` 2.4; all rows when replay is "none").
     logit_rows: int32 [L], places in decoder_rows whose logits are wanted, -1 = padding at the end.
     page_table: int32 [slots, P], pages of each sequence in order, -1 = none.
-    window_start: int32 [slots], first position of the sequence whose decoder window keys exist.
+    window_start, encoder_start: int32 [slots], first position of the sequence whose window keys exist in
+        the decoder and encoder layers; 0 when all rows were processed.
+    page_start: int32 [slots], rows before this position append nothing to the pages (a row that is
+        processed again only to rebuild its window keys).
     image_mask: bool [R], rows of an image span. embeddings: [R, D] in place of the table's rows
         where image_mask is set (everywhere with `embed_all` of `forward`), or None.
     """
@@ -97,6 +102,8 @@ class Batch:
     logit_rows: jax.Array
     page_table: jax.Array
     window_start: jax.Array
+    encoder_start: jax.Array
+    page_start: jax.Array
     image_mask: jax.Array
     embeddings: jax.Array | None = None
 

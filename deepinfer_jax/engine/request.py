@@ -34,6 +34,9 @@ class Logs:
     def add(self, logprob: np.ndarray, top_ids: np.ndarray, top_logprobs: np.ndarray, top: int) -> None:
         self._rows.append((logprob, top_ids[:top], top_logprobs[:top]))
 
+    def __len__(self) -> int:
+        return len(self._rows)
+
     def finish(self, top: int) -> Logprobs:
         count = len(self._rows)
         return Logprobs(
@@ -43,14 +46,29 @@ class Logs:
         )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class FixedControls:
+    """What a sample's sampling parameters say, in the order of the arrays of `controls.make_controls`."""
+
+    numbers: tuple[float, float, float, float, float, float]
+    integers: tuple[int, int]
+    seed: tuple[int, int]
+    processed: bool
+
+
+def _fixed_controls(s: SamplingParams, index: int) -> FixedControls:
+    numbers = (s.temperature, s.top_p, s.min_p, s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
+    halves = s.seed >> 32, s.seed & 0xFFFFFFFF
+    return FixedControls(numbers, (s.top_k, index), halves, s.logprobs_mode == "processed")
+
+
 class Sample:
-    """State of one sample on the host. `done` positions have been processed."""
+    """State of one sample on the host. `tokens`: prompt and output."""
 
     def __init__(self, request: Request, index: int, context: int, eos_token_id: int, vocabulary: int) -> None:
         sampling = request.sampling
         self.request, self.index = request, index
-        self.slot = -1
-        self.done = 0
+        self.fixed_controls = _fixed_controls(sampling, index)
         self.tokens: list[int] = list(request.token_ids)
         self.prompt_length = len(request.token_ids)
         room = context - self.prompt_length
@@ -62,12 +80,21 @@ class Sample:
         self.error: str | None = None
         self.ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {eos_token_id})
         self._eos, self._vocabulary = eos_token_id, vocabulary
+        self.cancelled = False
+        self.cached_tokens = 0
         self.counts: np.ndarray | None = None
         self.prompt_seen: np.ndarray | None = None
         if self.penalized:
             self.counts = np.zeros(vocabulary, np.int32)
             self.prompt_seen = np.zeros(vocabulary, bool)
             self.prompt_seen[list(request.token_ids)] = True
+
+    @property
+    def shaped(self) -> bool:
+        """Masks, biases or counts apply to the next token."""
+        s = self.request.sampling
+        early = len(self.tokens) - self.prompt_length < s.min_tokens
+        return bool(early or s.logit_bias or s.allowed_token_ids is not None or self.counts is not None)
 
     @property
     def penalized(self) -> bool:
@@ -77,6 +104,13 @@ class Sample:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None or self.error is not None
+
+    def cancel(self) -> None:
+        """End here; what was generated stays."""
+        if not self.finished:
+            self.cancelled = True
+            self.finish_reason = "cancelled"
+            self.text.finish()
 
     @property
     def generated(self) -> list[int]:
@@ -109,11 +143,11 @@ class Sample:
             self.finish_reason = "stop"
             self.stop_reason = token if token in self.request.sampling.stop_token_ids else None
             return self.text.finish()
-        piece, found = self.text.push(token, len(self.generated) >= self.request.sampling.min_tokens)
+        piece, found = self.text.push(token, len(self.tokens) - self.prompt_length >= self.request.sampling.min_tokens)
         if found is not None:
             self.finish_reason, self.stop_reason = "stop", found
             return piece
-        if len(self.generated) >= self.limit:
+        if len(self.tokens) - self.prompt_length >= self.limit:
             self.finish_reason = "length"
             piece += self.text.finish()
         return piece

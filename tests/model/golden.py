@@ -129,6 +129,8 @@ def make_batch(token_ids: np.ndarray, first: int, rows: int, image: np.ndarray |
         logit_rows=padded(number, -1),
         page_table=jnp.asarray([PAGES], jnp.int32),
         window_start=jnp.zeros(1, jnp.int32),
+        encoder_start=jnp.zeros(1, jnp.int32),
+        page_start=jnp.zeros(1, jnp.int32),
         image_mask=jnp.asarray(mask),
     )
 

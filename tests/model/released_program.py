@@ -66,6 +66,8 @@ def main(name: str) -> None:
         logit_rows=ints(LOGIT_ROWS),
         page_table=ints(SLOTS, PAGES_OF_A_SEQUENCE),
         window_start=ints(SLOTS),
+        encoder_start=ints(SLOTS),
+        page_start=ints(SLOTS),
         image_mask=jax.ShapeDtypeStruct((ROWS,), jnp.bool_),  # type: ignore[arg-type]
     )
     start = time.perf_counter()

@@ -64,6 +64,8 @@ def abstract_call(rows: int = 48, decoder_rows: int = 48, logit_rows: int = 48) 
         logit_rows=ints(logit_rows),
         page_table=ints(3, 4),
         window_start=ints(3),
+        encoder_start=ints(3),
+        page_start=ints(3),
         image_mask=jax.ShapeDtypeStruct((rows,), jnp.bool_),  # type: ignore[arg-type]
     )
     return abstract_params(CONFIG), state, batch

@@ -45,6 +45,8 @@ def call(
         logit_rows=ints(logit_rows),
         page_table=ints(slots, columns),
         window_start=ints(slots),
+        encoder_start=ints(slots),
+        page_start=ints(slots),
         image_mask=jax.ShapeDtypeStruct((rows,), jnp.bool_),  # type: ignore[arg-type]
         embeddings=jax.ShapeDtypeStruct((rows, CONFIG.hidden_size), jnp.float32),  # type: ignore[arg-type]
     )

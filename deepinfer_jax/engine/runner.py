@@ -1,0 +1,192 @@
+"""The device side of an engine: state, compiled programs, and the arrays of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence as List
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from deepinfer_jax.engine.programs import (
+    FROM_DEVICE,
+    empty_rings,
+    restore_program,
+    sample_program,
+    save_program,
+    score_program,
+    step_program,
+)
+from deepinfer_jax.engine.runtime_config import Sizes
+from deepinfer_jax.engine.scheduler import Piece, Plan, Sequence
+from deepinfer_jax.kernels.dispatch import ROW_TILE, Kernels
+from deepinfer_jax.kernels.profile import numerics_profile
+from deepinfer_jax.kernels.sample_tokens import Controls, Sampled
+from deepinfer_jax.model.params import Params
+from deepinfer_jax.model.state import Batch, init_state
+
+TOPS = (0, 8, 64)
+"""How many most likely tokens the compiled programs report; a step uses the smallest that is enough."""
+
+
+@dataclasses.dataclass(slots=True)
+class Launched:
+    """A forward step under way. draws: (sequence, place of its logits). scored: (sequence, first position,
+    place of its logits, count) of prompt rows whose logits are wanted."""
+
+    logits: jax.Array
+    draws: list[tuple[Sequence, int]]
+    scored: list[tuple[Sequence, int, int, int]]
+
+
+class Runner:
+    """Launches programs in order. Everything is asynchronous except reading results."""
+
+    def __init__(self, params: Params, sizes: Sizes, kernels: Kernels) -> None:
+        self.params, self.config, self.sizes, self.kernels = params, params.config, sizes, kernels
+        self._profile = numerics_profile(params.numerics)
+        self._step = step_program(self.config, self._profile, kernels)
+        self._sample_rows = -(-sizes.slots // ROW_TILE) * ROW_TILE
+        self.reset()
+
+    def reset(self) -> None:
+        """A fresh state of zeros."""
+        sizes = self.sizes
+        self._state = init_state(
+            self.config,
+            self._profile,
+            slots=sizes.slots,
+            pages=sizes.pages,
+            row_block=self.kernels.row_tile or sizes.rows[-1],
+        )
+        self._rings = empty_rings(self._state, sizes.snapshots) if sizes.snapshots else None
+        self._newest = jnp.zeros(sizes.slots, jnp.int32)
+        self._page_table = np.full((sizes.slots, sizes.table_pages), -1, np.int32)
+        self._starts = np.zeros((3, sizes.slots), np.int32)  # window_start, encoder_start, page_start
+        self._tables: list[Any] | None = None  # what the last step was given, while it still holds
+
+    def close(self) -> None:
+        """Free the device memory of the state."""
+        for leaf in jax.tree.leaves((self._state, self._rings, self._newest)):
+            if not leaf.is_deleted():
+                leaf.delete()
+
+    # ---- launches -----------------------------------------------------------------------------------
+
+    def forward(self, plan: Plan) -> Launched:
+        """Launch snapshots, restores and the rows of a plan."""
+        for slot, number in plan.snapshots:
+            assert self._rings is not None
+            self._rings = save_program()(self._rings, self._state, np.int32(slot), np.int32(number))
+        for number, slot in plan.restores:
+            assert self._rings is not None
+            self._state = restore_program()(self._state, self._rings, np.int32(number), np.int32(slot))
+        self._update_tables(plan)
+        batch, draws, scored = self._batch(plan.pieces)
+        logits, self._state = self._step(self.params, self._state, self._newest, batch)
+        return Launched(logits, draws, scored)
+
+    def forward_empty(self, rows: int) -> Launched:
+        """Launch a step of `rows` rows without a valid one: compiles it and changes nothing."""
+        self._update_tables(Plan())
+        batch, draws, scored = self._batch([], rows)
+        logits, self._state = self._step(self.params, self._state, self._newest, batch)
+        return Launched(logits, draws, scored)
+
+    def copy_nothing(self) -> None:
+        """Compile the snapshot programs: a slot is saved and restored unchanged."""
+        if self._rings is not None:
+            zero = np.int32(0)
+            self._rings = save_program()(self._rings, self._state, zero, zero)
+            self._state = restore_program()(self._state, self._rings, zero, zero)
+
+    def sample(self, launched: Launched, draws: List[tuple[Sequence, int]], controls: Controls, top: int) -> Sampled:
+        """Draw the tokens of some of a step's rows; they become the newest ones of their slots."""
+        count = len(draws)
+        rows = np.zeros(self._sample_rows, np.int32)
+        slots = np.full(self._sample_rows, self.sizes.slots, np.int32)
+        rows[:count] = [place for _, place in draws]
+        slots[:count] = [sequence.slot if sequence.slot >= 0 else self.sizes.slots for sequence, _ in draws]
+        program = sample_program(self.kernels, self._top(top))
+        drawn, self._newest = program(launched.logits, self._newest, rows, slots, controls, np.int32(count))
+        return drawn
+
+    def score(self, launched: Launched, targets: np.ndarray, used: int, top: int) -> Sampled:
+        """Log-probabilities of given tokens at the first `used` rows of a step's logits."""
+        return score_program(self.kernels, self._top(top))(launched.logits, targets, np.int32(used))
+
+    @property
+    def sample_rows(self) -> int:
+        return self._sample_rows
+
+    def _top(self, wanted: int) -> int:
+        enough = next((top for top in TOPS if top >= wanted), wanted)
+        return min(enough, self.config.vocab_size)
+
+    # ---- arrays -------------------------------------------------------------------------------------
+
+    def _update_tables(self, plan: Plan) -> None:
+        if plan.admitted or plan.grown:
+            self._tables = None
+        for sequence in plan.admitted:
+            self._starts[:, sequence.slot] = sequence.window_start, sequence.encoder_start, sequence.page_start
+        for sequence in (*plan.admitted, *plan.grown):
+            if sequence.slot >= 0:
+                pages = sequence.pages()
+                self._page_table[sequence.slot, : len(pages)] = pages
+                self._page_table[sequence.slot, len(pages) :] = -1
+        if self._tables is None:
+            # Copies: a step under way must not see the next one's changes.
+            self._tables = [self._page_table.copy(), *(row.copy() for row in self._starts)]
+
+    def _batch(
+        self, pieces: List[Piece], rows: int = 0
+    ) -> tuple[Batch, list[tuple[Sequence, int]], list[tuple[Sequence, int, int, int]]]:
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        kept: list[int] = []
+        wanted: list[int] = []
+        draws: list[tuple[Sequence, int]] = []
+        scored: list[tuple[Sequence, int, int, int]] = []
+        for piece in pieces:
+            sequence, start, count, row = piece.sequence, piece.start, piece.count, len(ids)
+            if piece.from_device:
+                ids.append(FROM_DEVICE)
+            else:
+                ids.extend(sequence.tokens[start : start + count])
+            positions.extend(range(start, start + count))
+            slots.extend([sequence.slot] * count)
+            dropped = min(count, max(0, sequence.decoder_from - start))
+            if sequence.every_logit and start < sequence.prompt_end:
+                scored.append((sequence, start, len(wanted), count))
+                wanted.extend(range(len(kept), len(kept) + count))
+            elif piece.draws:
+                wanted.append(len(kept) + count - dropped - 1)
+            kept.extend(range(row + dropped, row + count))
+            if piece.draws:
+                draws.append((sequence, len(wanted) - 1))
+        size = rows or next(count for count in self.sizes.rows if count >= len(ids))
+        assert self._tables is not None
+        page_table, window_start, encoder_start, page_start = self._tables
+        batch = Batch(
+            token_ids=_padded(ids, size, 0),
+            positions=_padded(positions, size, 0),
+            sequence=_padded(slots, size, -1),
+            decoder_rows=_padded(kept, size, -1),
+            logit_rows=_padded(wanted, min(size, self.sizes.logit_rows), -1),
+            page_table=page_table,
+            window_start=window_start,
+            encoder_start=encoder_start,
+            page_start=page_start,
+            image_mask=np.zeros(size, bool),  # type: ignore[arg-type]
+        )
+        return batch, draws, scored
+
+
+def _padded(values: list[int], size: int, fill: int) -> Any:
+    result = np.full(size, fill, np.int32)
+    result[: len(values)] = values
+    return result

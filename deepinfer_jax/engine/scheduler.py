@@ -1,0 +1,408 @@
+"""Who runs in the next step: plain Python over integers, no arrays and no device.
+
+Order and fairness. Sequences are served in order of arrival. A step first takes one row of every sequence
+that generates, then prompt rows of the sequences admitted, oldest first, then admits new ones while there
+are slots, rows and pages. Decode rows never wait for a prompt, and a long prompt takes only the rows that
+are left, so neither blocks the other. A waiting sequence is passed over only while an older sequence is
+computing the very pages it needs, or its last token is still on the device. If a generating sequence needs
+a page and there is none, the newest sequence gives its pages back and is computed again later; the oldest
+is never chosen, so the engine always finishes something.
+
+What is decided here cannot change a result, only when it appears.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections.abc import Sequence as List
+
+from deepinfer_jax.engine.pages import Node, PageStore, prefix_digests
+from deepinfer_jax.model.config import ModelConfig
+from deepinfer_jax.model.state import PAGE
+
+_LOOK_AHEAD = 64
+"""Waiting sequences that are looked at in one step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """How far a row's influence reaches: one window per layer, and the n-grams of the Engram hash."""
+
+    window: int
+    encoder_layers: int
+    decoder_layers: int
+    lookback: int = 0
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Geometry:
+        lookback = config.engram_max_ngram_size - 1 if config.engram_layer_ids else 0
+        return cls(config.sliding_window, config.decoder_start, config.decoder_layers, lookback)
+
+    @property
+    def encoder_shadow(self) -> int:
+        """Rows after a restart whose encoder output is not exact yet."""
+        return (self.window - 1) * self.encoder_layers + self.lookback
+
+    @property
+    def decoder_shadow(self) -> int:
+        """Rows after the first decoder row whose decoder output is not exact yet."""
+        return (self.window - 1) * self.decoder_layers
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Sequence:
+    """One sample's tokens and where they stand. The scheduler owns every field after `shares`.
+
+    tokens: prompt, and what was generated; its owner appends tokens as they are read. limit: most tokens it
+    may have.
+    every_logit: logits of all prompt rows are wanted, so all rows run, from the start.
+    shares: may use and publish cached prefixes.
+    pending: tokens that are drawn, or will be in the step planned last, and are not read yet.
+    computed: rows launched. prompt_end: rows that the running admission has to process before it generates.
+    entry: first row that it processes; cached: that of the first admission.
+    nodes, private: its pages, shared ones first.
+    decoder_from, window_start, encoder_start, page_start: see `Batch`. exact_from: first position whose
+    decoder window keys are exact in every layer. marks: page borders where a snapshot is wanted.
+    """
+
+    arrival: int
+    tokens: list[int]
+    limit: int
+    every_logit: bool = False
+    score_only: bool = False
+    shares: bool = True
+    slot: int = -1
+    done: bool = False
+    pending: int = 0
+    computed: int = 0
+    prompt_end: int = 0
+    entry: int = 0
+    cached: int = -1
+    digests: list[bytes] = dataclasses.field(default_factory=list)
+    nodes: list[Node] = dataclasses.field(default_factory=list)
+    private: list[int] = dataclasses.field(default_factory=list)
+    decoder_from: int = 0
+    window_start: int = 0
+    encoder_start: int = 0
+    page_start: int = 0
+    exact_from: int = 0
+    marks: list[int] = dataclasses.field(default_factory=list)
+    snapshot_due: bool = False
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) + self.pending
+
+    @property
+    def generating(self) -> bool:
+        return self.computed >= self.prompt_end
+
+    def pages(self) -> list[int]:
+        return [node.page for node in self.nodes] + self.private
+
+
+@dataclasses.dataclass(slots=True)
+class Piece:
+    """Rows [start, start + count) of a sequence in this step. from_device: its one token is the newest
+    drawn one of its slot. draws: a token follows the last row."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    from_device: bool
+    draws: bool
+
+
+@dataclasses.dataclass(slots=True)
+class Plan:
+    """One step. Order of work: snapshots (slot, number), restores (number, slot), then the rows.
+
+    admitted: sequences whose page table is new. grown: sequences whose page table changed."""
+
+    snapshots: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    restores: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    admitted: list[Sequence] = dataclasses.field(default_factory=list)
+    grown: list[Sequence] = dataclasses.field(default_factory=list)
+    pieces: list[Piece] = dataclasses.field(default_factory=list)
+
+
+class Scheduler:
+    """Slots, pages and rows of one engine. `plan` what to launch, `commit` what was read, `finish`."""
+
+    def __init__(
+        self,
+        store: PageStore,
+        geometry: Geometry,
+        *,
+        slots: int,
+        rows: int,
+        logit_rows: int | None = None,
+        chunk: int | None = None,
+    ) -> None:
+        """rows: rows of a step, at least `slots`. logit_rows: most rows whose logits are wanted in a step.
+        chunk: most prompt rows of one sequence in a step."""
+        self.logit_rows = rows if logit_rows is None else logit_rows
+        if min(rows, self.logit_rows) < slots:
+            raise ValueError(f"Scheduler: {rows} rows and {self.logit_rows} logits for {slots} slots; too few")
+        self.store, self.geometry = store, geometry
+        self.rows, self.chunk = rows, chunk or rows
+        self.waiting: list[Sequence] = []  # by arrival, newest first: the end is the front of the queue
+        self.running: list[Sequence] = []  # by arrival, oldest first
+        self._free_slots = list(range(slots - 1, -1, -1))
+        self._touched: dict[Sequence, None] = {}  # may have pages to publish
+        self._moved: dict[Sequence, None] = {}  # own pages were replaced by equal published ones
+        self._copies: list[tuple[int, int]] = []
+        self._promised: dict[bytes, Sequence] = {}  # pages that a running sequence is going to publish
+        self._logit_room = 0
+        self.preemptions = 0
+
+    # ---- requests ---------------------------------------------------------------------------------
+
+    def pages_of(self, tokens: int) -> int:
+        return -(-tokens // PAGE)
+
+    def check(self, sequence: Sequence) -> None:
+        """ValueError if the sequence could never run."""
+        needed = self.pages_of(sequence.limit)
+        if needed > self.store.total:
+            raise ValueError(
+                f"{sequence.limit} tokens need {needed} pages of the cache, which has {self.store.total}; "
+                "lower max_tokens or raise cache_bytes"
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence that has passed `check`."""
+        bisect.insort(self.waiting, sequence, key=lambda s: -s.arrival)
+
+    def commit(self, sequence: Sequence) -> None:
+        """The token under way was read; its owner appends it to `tokens` before the next plan."""
+        sequence.pending -= 1
+
+    def finish(self, sequence: Sequence, *, sound: bool = True) -> None:
+        """The sequence is over (or cancelled): its slot and pages are free again. sound: its pages are."""
+        sequence.done = True
+        sequence.shares &= sound
+        if sequence.slot >= 0:
+            self._leave(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    # ---- one step ---------------------------------------------------------------------------------
+
+    def plan(self) -> Plan:
+        """Choose the rows of the next step and account for them as launched."""
+        for sequence in self._touched:
+            if sequence.slot >= 0:
+                self._settle(sequence)
+        self._touched.clear()
+        plan = Plan(grown=list(self._moved))
+        self._moved.clear()
+        room, self._logit_room = self.rows, self.logit_rows
+        for sequence in list(self.running):
+            if sequence.slot < 0 or not sequence.generating or sequence.length >= sequence.limit:
+                continue
+            if self._reserve(sequence, sequence.computed + 1, plan):
+                self._add(plan, sequence, 1)
+                room -= 1
+        for sequence in self.running:
+            if room and not sequence.generating:
+                room -= self._prefill(plan, sequence, room)
+        self._admit(plan, room)
+        plan.snapshots, self._copies = self._copies, []
+        return plan
+
+    def _add(self, plan: Plan, sequence: Sequence, count: int) -> None:
+        start = sequence.computed
+        sequence.computed += count
+        draws = sequence.computed >= sequence.prompt_end and not sequence.score_only
+        plan.pieces.append(Piece(sequence, start, count, start >= len(sequence.tokens), draws))
+        self._logit_room -= count if sequence.every_logit else draws
+        if draws:
+            sequence.pending += 1
+        if sequence.computed % PAGE == 0 or count > 1:
+            self._touched[sequence] = None
+
+    def _prefill(self, plan: Plan, sequence: Sequence, room: int) -> int:
+        end = min(sequence.prompt_end, sequence.computed + min(room, self.chunk))
+        mark = next((m for m in sequence.marks if m > sequence.computed), end)
+        end = min(end, mark)
+        if sequence.every_logit:
+            end = min(end, sequence.computed + self._logit_room)
+        elif end == sequence.prompt_end and not self._logit_room:
+            end -= 1
+        count = end - sequence.computed
+        if count == 0:
+            return 0
+        self._add(plan, sequence, count)
+        sequence.snapshot_due = end in sequence.marks
+        return count
+
+    def _reserve(self, sequence: Sequence, tokens: int, plan: Plan) -> bool:
+        """Make sure the sequence has pages for so many tokens; False: it had to give way itself."""
+        missing = self.pages_of(tokens) - len(sequence.nodes) - len(sequence.private)
+        if missing <= 0:
+            return True
+        while (pages := self.store.take(missing)) is None:
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.private += pages
+        plan.grown.append(sequence)
+        return True
+
+    # ---- admission --------------------------------------------------------------------------------
+
+    def _admit(self, plan: Plan, room: int) -> None:
+        looked = 0
+        place = len(self.waiting) - 1
+        while place >= 0 and room > 0 and self._free_slots and looked < _LOOK_AHEAD:
+            sequence = self.waiting[place]
+            looked += 1
+            if not sequence.pending and not self._promised_elsewhere(sequence):
+                if not self._start(plan, sequence):
+                    return  # no pages: nobody overtakes, or large sequences would wait for ever
+                del self.waiting[place]
+                room -= self._prefill(plan, sequence, room)
+            place -= 1
+
+    def _uses_cache(self, sequence: Sequence) -> bool:
+        return sequence.shares and not sequence.every_logit
+
+    def _promised_elsewhere(self, sequence: Sequence) -> bool:
+        """An older sequence is computing the first page that this one would miss."""
+        if not self._uses_cache(sequence) or not self._promised:
+            return False
+        sequence.digests = prefix_digests(sequence.tokens, sequence.digests)
+        found = len(self.store.match(sequence.digests))
+        return found < len(sequence.digests) and sequence.digests[found] in self._promised
+
+    def _start(self, plan: Plan, sequence: Sequence) -> bool:
+        """Give a slot and pages for all tokens known; False if pages are missing."""
+        size = len(sequence.tokens)
+        chain: list[Node] = []
+        if sequence.shares:
+            sequence.digests = prefix_digests(sequence.tokens, sequence.digests)
+        if self._uses_cache(sequence):
+            chain = self.store.match(sequence.digests)
+        start, node = self._entry(sequence, chain)
+        for held in chain:
+            self.store.hold(held)
+        needed = self.pages_of(min(size + 1, sequence.limit)) - len(chain)
+        spare = len(self.running)  # each of them may need a page soon
+        pages = self.store.take(needed) if needed + spare <= self.store.available else None
+        if pages is None:
+            for held in reversed(chain):
+                self.store.release(held)
+            return False
+        sequence.slot = self._free_slots.pop()
+        sequence.nodes, sequence.private = chain, pages
+        sequence.prompt_end, sequence.computed, sequence.entry = size, start, start
+        self._set_rows(sequence, start, node)
+        if sequence.cached < 0:
+            sequence.cached = start
+        if node is not None:
+            self.store.touch_snapshot(node)
+            plan.restores.append((node.snapshot, sequence.slot))
+        bisect.insort(self.running, sequence, key=lambda s: s.arrival)
+        if sequence.shares:
+            for digest in sequence.digests[len(chain) :]:
+                self._promised.setdefault(digest, sequence)
+        plan.admitted.append(sequence)
+        return True
+
+    def _first_decoder_row(self, sequence: Sequence) -> int:
+        if sequence.every_logit:
+            return 0
+        return max(0, len(sequence.tokens) - self.geometry.decoder_shadow - 1)
+
+    def _entry(self, sequence: Sequence, chain: List[Node]) -> tuple[int, Node | None]:
+        """Where to start: (first row to process, page whose snapshot is restored or None)."""
+        size, first = len(sequence.tokens), self._first_decoder_row(sequence)
+        best, best_node = 0, None
+        for number, node in enumerate(chain, 1):
+            border = number * PAGE
+            if node.snapshot >= 0 and border < size and (node.full or border <= first):
+                best, best_node = border, node
+        restart = min(len(chain) * PAGE, first) - self.geometry.encoder_shadow
+        restart -= restart % 2  # groups of two tokens start at even positions
+        if restart > best:
+            return restart, None
+        return best, best_node
+
+    def _set_rows(self, sequence: Sequence, start: int, node: Node | None) -> None:
+        """Which rows run through which layers, and where snapshots are due (design 2.9)."""
+        g = self.geometry
+        first = self._first_decoder_row(sequence)
+        shared = len(sequence.nodes) * PAGE
+        last = (len(sequence.tokens) - 1) // PAGE * PAGE  # the last page border inside the prompt
+        marks = {last, shared} if sequence.shares and self.store.keeps_snapshots else set()
+        sequence.marks = sorted(m for m in marks if start < m < len(sequence.tokens))
+        sequence.snapshot_due = False
+        sequence.page_start = shared
+        sequence.encoder_start = start if node is None else 0
+        exact = start if node is not None or start == 0 else start + g.encoder_shadow  # encoder output is, from here
+        if last in sequence.marks:  # a few rows more, and the snapshot serves any continuation
+            first = max(exact, min(first, max(0, last - g.decoder_shadow)))
+        sequence.decoder_from = sequence.window_start = first
+        sequence.exact_from = first + g.decoder_shadow - (g.window - 1) if first else 0
+        if node is not None and node.full and first <= start:
+            sequence.decoder_from, sequence.window_start, sequence.exact_from = start, 0, 0
+
+    # ---- leaving ----------------------------------------------------------------------------------
+
+    def _settle(self, sequence: Sequence) -> None:
+        """Publish pages that are computed and whose tokens are known; note a snapshot that is due."""
+        if not sequence.shares:
+            return
+        known = min(sequence.computed, len(sequence.tokens)) // PAGE
+        if known > len(sequence.nodes):
+            sequence.digests = prefix_digests(sequence.tokens[: known * PAGE], sequence.digests)
+        while len(sequence.nodes) < known:
+            digest = sequence.digests[len(sequence.nodes)]
+            parent = sequence.nodes[-1] if sequence.nodes else None
+            page = sequence.private.pop(0)
+            node = self.store.publish(parent, digest, page)
+            sequence.nodes.append(node)
+            if node.page != page:
+                self._moved[sequence] = None
+            self._unpromise(digest, sequence)
+        if sequence.snapshot_due:
+            sequence.snapshot_due = False
+            border = sequence.computed
+            full = border - self.geometry.window + 1 >= sequence.exact_from and border > sequence.decoder_from
+            node = sequence.nodes[border // PAGE - 1]
+            if node.snapshot < 0 or (full and not node.full):
+                number = self.store.take_snapshot(node, full)
+                if number is not None:
+                    self._copies.append((sequence.slot, number))
+
+    def _unpromise(self, digest: bytes, sequence: Sequence) -> None:
+        if self._promised.get(digest) is sequence:
+            del self._promised[digest]
+
+    def _leave(self, sequence: Sequence) -> None:
+        self._settle(sequence)
+        for digest in sequence.digests[len(sequence.nodes) :]:
+            self._unpromise(digest, sequence)
+        for node in reversed(sequence.nodes):
+            self.store.release(node)
+        self.store.give(sequence.private)
+        self._free_slots.append(sequence.slot)
+        self.running.remove(sequence)
+        sequence.nodes, sequence.private = [], []
+        sequence.slot, sequence.computed = -1, 0
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        self.preemptions += 1
+        self.add(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Send a running sequence back to the queue (tests force this at random)."""
+        self._preempt(sequence)
