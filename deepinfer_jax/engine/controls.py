@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from deepinfer_jax.engine.request import Sample
@@ -13,48 +11,60 @@ _BIAS_ENTRIES = 32
 """Least room for biased tokens of a row, so that few programs are compiled."""
 
 
-def make_controls(samples: Sequence[Sample], vocabulary: int, rows: int) -> Controls:
-    """Sampling arrays of `rows` rows; rows beyond the samples are neutral and their result is not used.
+class ControlArrays:
+    """Makes the `Controls` of each step of one engine.
 
-    Masks, biases and token counts are all given or all None: two programs, and neutral values change no bit.
+    While the same samples draw again, what their parameters say is kept and only positions move. Masks,
+    biases and token counts are all given or all None: two programs, and neutral values change no bit.
     """
-    count = len(samples)
-    numbers = np.zeros((rows, 7), np.float32)
-    numbers[:, 1] = numbers[:, 3] = 1  # top_p, repetition
-    integers = np.zeros((rows, 3), np.int32)
-    seed = np.zeros((rows, 2), np.uint32)
-    processed = np.zeros(rows, bool)
-    if count:
-        fixed = [sample.fixed_controls for sample in samples]
-        numbers[:count, :6] = [f.numbers for f in fixed]
-        integers[:count, :2] = [f.integers for f in fixed]
-        integers[:count, 2] = [len(sample.tokens) for sample in samples]
-        seed[:count] = [f.seed for f in fixed]
-        processed[:count] = [f.processed for f in fixed]
-    controls: dict[str, np.ndarray] = {
-        "temperature": numbers[:, 0],
-        "top_p": numbers[:, 1],
-        "min_p": numbers[:, 2],
-        "repetition": numbers[:, 3],
-        "presence": numbers[:, 4],
-        "frequency": numbers[:, 5],
-        "top_k": integers[:, 0],
-        "sample_index": integers[:, 1],
-        "position": integers[:, 2],
-        "seed": seed,
-        "processed": processed,
-    }
-    if any(sample.shaped for sample in samples):
-        controls |= _shaping(samples, vocabulary, rows)
-    return Controls(**{name: np.ascontiguousarray(value) for name, value in controls.items()})  # type: ignore[arg-type]
+
+    def __init__(self, vocabulary: int, rows: int) -> None:
+        """rows: rows of the arrays; those beyond the samples are neutral and their result is not used."""
+        self._vocabulary, self._rows = vocabulary, rows
+        self._samples: list[Sample] = []
+        self._fixed = self._arrays([])
+        self._may_shape: list[Sample] = []
+
+    def make(self, samples: list[Sample]) -> Controls:
+        """Controls of the samples' next tokens."""
+        if samples != self._samples:
+            self._samples, self._fixed = samples, self._arrays(samples)
+            self._may_shape = [sample for sample in samples if sample.may_shape]
+        position = np.zeros(self._rows, np.int32)
+        position[: len(samples)] = [len(sample.tokens) for sample in samples]
+        shaped = any(sample.shaped for sample in self._may_shape)
+        extra = _shaping(samples, self._vocabulary, self._rows) if shaped else {}
+        return Controls(position=position, **self._fixed, **extra)  # type: ignore[arg-type]
+
+    def neutral(self, shaped: bool) -> Controls:
+        """Controls of no sample, with or without masks, biases and counts."""
+        extra = _shaping([], self._vocabulary, self._rows) if shaped else {}
+        return Controls(position=np.zeros(self._rows, np.int32), **self._arrays([]), **extra)  # type: ignore[arg-type]
+
+    def _arrays(self, samples: list[Sample]) -> dict[str, np.ndarray]:
+        count, rows = len(samples), self._rows
+        numbers = np.zeros((6, rows), np.float32)
+        numbers[1] = numbers[3] = 1  # top_p, repetition
+        integers = np.zeros((2, rows), np.int32)
+        seed = np.zeros((rows, 2), np.uint32)
+        processed = np.zeros(rows, bool)
+        if count:
+            fixed = [sample.fixed_controls for sample in samples]
+            numbers[:, :count] = np.transpose([f.numbers for f in fixed])
+            integers[:, :count] = np.transpose([f.integers for f in fixed])
+            seed[:count] = [f.seed for f in fixed]
+            processed[:count] = [f.processed for f in fixed]
+        names = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+        return {
+            **dict(zip(names, numbers, strict=True)),
+            "top_k": integers[0],
+            "sample_index": integers[1],
+            "seed": seed,
+            "processed": processed,
+        }
 
 
-def neutral_shaping(vocabulary: int, rows: int) -> dict[str, np.ndarray]:
-    """Masks, biases and counts that change nothing."""
-    return _shaping([], vocabulary, rows)
-
-
-def _shaping(samples: Sequence[Sample], vocabulary: int, rows: int) -> dict[str, np.ndarray]:
+def _shaping(samples: list[Sample], vocabulary: int, rows: int) -> dict[str, np.ndarray]:
     allowed = np.ones((rows, -(-vocabulary // 32) * 32), bool)
     seen, counts = np.zeros((rows, vocabulary), bool), np.zeros((rows, vocabulary), np.int32)
     widest = max((len(s.request.sampling.logit_bias) for s in samples), default=0)

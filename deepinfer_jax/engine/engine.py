@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from deepinfer_jax.engine.controls import make_controls, neutral_shaping
+from deepinfer_jax.engine.controls import ControlArrays
 from deepinfer_jax.engine.pages import PageStore
 from deepinfer_jax.engine.progress import Progress
 from deepinfer_jax.engine.request import Request, Sample
@@ -68,6 +68,7 @@ class Call:
         self._requests, self._errors, self._count = list(requests), dict(errors), count
         self.works: list[_Work] = []
         self.events: deque[TokenEvent] = deque()
+        self.keeps_events = True
         self.open = 0
 
     @property
@@ -140,6 +141,7 @@ class Engine:
             logit_rows=self.sizes.logit_rows,
             chunk=self.runtime.prefill_chunk,
         )
+        self._controls = ControlArrays(self.config.vocab_size, self._runner.sample_rows)
         self.stats = EngineStats()
         self._works: dict[Sequence, _Work] = {}
         self._arrivals = itertools.count()
@@ -258,7 +260,7 @@ class Engine:
         """
         start = time.perf_counter()
         plan = self.scheduler.plan()
-        launched = self._runner.forward(plan) if plan.pieces else None
+        launched = self._runner.forward(plan) if plan.decode or plan.pieces else None
         planned = time.perf_counter()
         unread, self._unread = self._unread, None
         if unread is not None:
@@ -273,15 +275,12 @@ class Engine:
         return launched is not None or unread is not None
 
     def _launch_sampling(self, launched: Launched) -> _Step:
-        draws, places = [], []
-        for sequence, place in launched.draws:
-            work = self._works.get(sequence)
-            if work is not None:  # it may have ended when the step before was read
-                draws.append(work)
-                places.append((sequence, place))
+        # A sequence may have ended when the step before was read.
+        places = [pair for pair in launched.draws if not pair[0].done]
+        draws = [self._works[sequence] for sequence, _ in places]
         drawn = scores = None
         if draws:
-            controls = make_controls([w.sample for w in draws], self.config.vocab_size, self._runner.sample_rows)
+            controls = self._controls.make([work.sample for work in draws])
             top = max(w.sample.request.sampling.logprobs or 0 for w in draws)
             drawn = self._runner.sample(launched, places, controls, top)
         scored = [(self._works[s], *rest) for s, *rest in launched.scored if s in self._works]
@@ -302,12 +301,14 @@ class Engine:
             self._read_scores(step)
         if step.drawn is None:
             return
+        self.stats.generated_tokens += len(step.draws)
         tokens, valid = np.asarray(step.drawn.token_ids).tolist(), np.asarray(step.drawn.valid).tolist()
         logs: tuple[np.ndarray, ...] | None = None
         for i, work in enumerate(step.draws):
             sample = work.sample
             self.scheduler.commit(work.sequence)
-            if sample.finished:
+            if sample.finish_reason is not None:  # cancelled
+                self.stats.generated_tokens -= 1
                 continue
             if not valid[i]:
                 sample.error = f"the model's logits after {len(sample.tokens)} tokens are not finite or all masked"
@@ -323,11 +324,11 @@ class Engine:
                 sample.logs.add(logs[0][i], logs[1][i], logs[2][i], sample.request.sampling.logprobs)
                 logprob = float(logs[0][i])
             text = sample.accept(token)
-            self.stats.generated_tokens += 1
-            work.call.events.append(
-                TokenEvent(sample.request.index, sample.index, token, text, logprob, sample.finish_reason)
-            )
-            if sample.finished:
+            reason = sample.finish_reason
+            if work.call.keeps_events:
+                index = sample.request.index
+                work.call.events.append(TokenEvent(index, sample.index, token, text, logprob, reason))
+            if reason is not None:
                 self._end(work)
 
     def _read_scores(self, step: _Step) -> None:
@@ -359,12 +360,9 @@ class Engine:
 
     def _count(self, plan: Plan, planning: float, reading: float, sampling: float) -> None:
         s = self.stats
-        s.steps += bool(plan.pieces)
-        for piece in plan.pieces:
-            if piece.from_device:
-                s.decode_rows += 1
-            else:
-                s.prompt_rows += piece.count
+        s.steps += bool(plan.decode or plan.pieces)
+        s.decode_rows += len(plan.decode)
+        s.prompt_rows += sum(piece.count for piece in plan.pieces)
         for sequence in plan.admitted:
             s.cached_rows += sequence.entry
         s.preemptions = self.scheduler.preemptions
@@ -380,14 +378,11 @@ class Engine:
 
         Except: more than 32 biased tokens in a request.
         """
-        vocabulary, rows = self.config.vocab_size, self._runner.sample_rows
         for size in self.sizes.rows:
             launched = self._runner.forward_empty(size)
             for top in TOPS:
-                neutral = make_controls([], vocabulary, rows)
-                self._runner.sample(launched, [], neutral, top)
-                shaped = dataclasses.replace(neutral, **neutral_shaping(vocabulary, rows))
-                self._runner.sample(launched, [], shaped, top)
+                for shaped in (False, True):
+                    self._runner.sample(launched, [], self._controls.neutral(shaped), top)
                 self._runner.score(launched, np.zeros(launched.logits.shape[0], np.int32), 0, top)
         self._runner.copy_nothing()
 
@@ -451,6 +446,7 @@ class Engine:
     def _finish(
         self, call: Call, on_token: Callable[[TokenEvent], None] | None, progress: bool | None, errors: Any
     ) -> list[RequestOutput]:
+        call.keeps_events = on_token is not None
         with Progress(progress, len(call.works)) as bar:
             try:
                 while not call.done:

@@ -74,6 +74,7 @@ class Sample:
         room = context - self.prompt_length
         self.limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
         self.text = TextStream(request.tokenizer, sampling.stop, request.output)
+        self._writes = request.tokenizer is not None
         self.logs, self.prompt_logs = Logs(), Logs()
         self.finish_reason: FinishReason | None = None
         self.stop_reason: str | int | None = None
@@ -88,6 +89,12 @@ class Sample:
             self.counts = np.zeros(vocabulary, np.int32)
             self.prompt_seen = np.zeros(vocabulary, bool)
             self.prompt_seen[list(request.token_ids)] = True
+
+    @property
+    def may_shape(self) -> bool:
+        """Masks, biases or counts may apply to some token."""
+        s = self.request.sampling
+        return bool(s.min_tokens or s.logit_bias or s.allowed_token_ids is not None or self.counts is not None)
 
     @property
     def shaped(self) -> bool:
@@ -143,11 +150,14 @@ class Sample:
             self.finish_reason = "stop"
             self.stop_reason = token if token in self.request.sampling.stop_token_ids else None
             return self.text.finish()
-        piece, found = self.text.push(token, len(self.tokens) - self.prompt_length >= self.request.sampling.min_tokens)
-        if found is not None:
-            self.finish_reason, self.stop_reason = "stop", found
-            return piece
-        if len(self.tokens) - self.prompt_length >= self.limit:
+        count = len(self.tokens) - self.prompt_length
+        piece = ""
+        if self._writes:
+            piece, found = self.text.push(token, count >= self.request.sampling.min_tokens)
+            if found is not None:
+                self.finish_reason, self.stop_reason = "stop", found
+                return piece
+        if count >= self.limit:
             self.finish_reason = "length"
             piece += self.text.finish()
         return piece

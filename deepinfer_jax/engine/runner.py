@@ -20,7 +20,7 @@ from deepinfer_jax.engine.programs import (
     step_program,
 )
 from deepinfer_jax.engine.runtime_config import Sizes
-from deepinfer_jax.engine.scheduler import Piece, Plan, Sequence
+from deepinfer_jax.engine.scheduler import Plan, Sequence
 from deepinfer_jax.kernels.dispatch import ROW_TILE, Kernels
 from deepinfer_jax.kernels.profile import numerics_profile
 from deepinfer_jax.kernels.sample_tokens import Controls, Sampled
@@ -84,14 +84,14 @@ class Runner:
             assert self._rings is not None
             self._state = restore_program()(self._state, self._rings, np.int32(number), np.int32(slot))
         self._update_tables(plan)
-        batch, draws, scored = self._batch(plan.pieces)
+        batch, draws, scored = self._batch(plan)
         logits, self._state = self._step(self.params, self._state, self._newest, batch)
         return Launched(logits, draws, scored)
 
     def forward_empty(self, rows: int) -> Launched:
         """Launch a step of `rows` rows without a valid one: compiles it and changes nothing."""
         self._update_tables(Plan())
-        batch, draws, scored = self._batch([], rows)
+        batch, draws, scored = self._batch(Plan(), rows)
         logits, self._state = self._step(self.params, self._state, self._newest, batch)
         return Launched(logits, draws, scored)
 
@@ -142,25 +142,22 @@ class Runner:
             self._tables = [self._page_table.copy(), *(row.copy() for row in self._starts)]
 
     def _batch(
-        self, pieces: List[Piece], rows: int = 0
+        self, plan: Plan, rows: int = 0
     ) -> tuple[Batch, list[tuple[Sequence, int]], list[tuple[Sequence, int, int, int]]]:
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        kept: list[int] = []
-        wanted: list[int] = []
-        draws: list[tuple[Sequence, int]] = []
+        decode = plan.decode
+        ids = [FROM_DEVICE if s.computed > len(s.tokens) else s.tokens[s.computed - 1] for s in decode]
+        positions = [s.computed - 1 for s in decode]
+        slots = [s.slot for s in decode]
+        kept, wanted = list(range(len(decode))), list(range(len(decode)))
+        draws = list(zip(decode, wanted, strict=True))
         scored: list[tuple[Sequence, int, int, int]] = []
-        for piece in pieces:
+        for piece in plan.pieces:
             sequence, start, count, row = piece.sequence, piece.start, piece.count, len(ids)
-            if piece.from_device:
-                ids.append(FROM_DEVICE)
-            else:
-                ids.extend(sequence.tokens[start : start + count])
+            ids.extend(sequence.tokens[start : start + count])
             positions.extend(range(start, start + count))
             slots.extend([sequence.slot] * count)
             dropped = min(count, max(0, sequence.decoder_from - start))
-            if sequence.every_logit and start < sequence.prompt_end:
+            if sequence.every_logit:
                 scored.append((sequence, start, len(wanted), count))
                 wanted.extend(range(len(kept), len(kept) + count))
             elif piece.draws:

@@ -61,7 +61,7 @@ class Sequence:
     pending: tokens that are drawn, or will be in the step planned last, and are not read yet.
     computed: rows launched. prompt_end: rows that the running admission has to process before it generates.
     entry: first row that it processes; cached: that of the first admission.
-    nodes, private: its pages, shared ones first.
+    nodes, private: its pages, shared ones first; room: tokens that fit them.
     decoder_from, window_start, encoder_start, page_start: see `Batch`. exact_from: first position whose
     decoder window keys are exact in every layer. marks: page borders where a snapshot is wanted.
     """
@@ -82,6 +82,7 @@ class Sequence:
     digests: list[bytes] = dataclasses.field(default_factory=list)
     nodes: list[Node] = dataclasses.field(default_factory=list)
     private: list[int] = dataclasses.field(default_factory=list)
+    room: int = 0
     decoder_from: int = 0
     window_start: int = 0
     encoder_start: int = 0
@@ -90,27 +91,17 @@ class Sequence:
     marks: list[int] = dataclasses.field(default_factory=list)
     snapshot_due: bool = False
 
-    @property
-    def length(self) -> int:
-        return len(self.tokens) + self.pending
-
-    @property
-    def generating(self) -> bool:
-        return self.computed >= self.prompt_end
-
     def pages(self) -> list[int]:
         return [node.page for node in self.nodes] + self.private
 
 
 @dataclasses.dataclass(slots=True)
 class Piece:
-    """Rows [start, start + count) of a sequence in this step. from_device: its one token is the newest
-    drawn one of its slot. draws: a token follows the last row."""
+    """Prompt rows [start, start + count) of a sequence. draws: a token follows the last row."""
 
     sequence: Sequence
     start: int
     count: int
-    from_device: bool
     draws: bool
 
 
@@ -118,13 +109,19 @@ class Piece:
 class Plan:
     """One step. Order of work: snapshots (slot, number), restores (number, slot), then the rows.
 
-    admitted: sequences whose page table is new. grown: sequences whose page table changed."""
+    decode: sequences that run their newest token, row `computed - 1`; each draws the next one. pieces: prompt
+    rows. admitted: sequences whose page table is new. grown: sequences whose page table changed."""
 
     snapshots: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     restores: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     admitted: list[Sequence] = dataclasses.field(default_factory=list)
     grown: list[Sequence] = dataclasses.field(default_factory=list)
+    decode: list[Sequence] = dataclasses.field(default_factory=list)
     pieces: list[Piece] = dataclasses.field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        return len(self.decode) + sum(piece.count for piece in self.pieces)
 
 
 class Scheduler:
@@ -203,29 +200,29 @@ class Scheduler:
         plan = Plan(grown=list(self._moved))
         self._moved.clear()
         room, self._logit_room = self.rows, self.logit_rows
-        for sequence in list(self.running):
-            if sequence.slot < 0 or not sequence.generating or sequence.length >= sequence.limit:
+        prefilling = False
+        for sequence in list(self.running):  # the cost of a step grows with this loop
+            if sequence.computed < sequence.prompt_end:
+                prefilling = True
                 continue
-            if self._reserve(sequence, sequence.computed + 1, plan):
-                self._add(plan, sequence, 1)
-                room -= 1
-        for sequence in self.running:
-            if room and not sequence.generating:
-                room -= self._prefill(plan, sequence, room)
+            if sequence.slot < 0 or len(sequence.tokens) + sequence.pending >= sequence.limit:
+                continue
+            if sequence.computed >= sequence.room and not self._reserve(sequence, plan):
+                continue
+            sequence.computed += 1
+            sequence.pending += 1
+            plan.decode.append(sequence)
+            if not sequence.computed % PAGE:
+                self._touched[sequence] = None
+        room -= len(plan.decode)
+        self._logit_room -= len(plan.decode)
+        if prefilling:
+            for sequence in self.running:
+                if room and sequence.computed < sequence.prompt_end:
+                    room -= self._prefill(plan, sequence, room)
         self._admit(plan, room)
         plan.snapshots, self._copies = self._copies, []
         return plan
-
-    def _add(self, plan: Plan, sequence: Sequence, count: int) -> None:
-        start = sequence.computed
-        sequence.computed += count
-        draws = sequence.computed >= sequence.prompt_end and not sequence.score_only
-        plan.pieces.append(Piece(sequence, start, count, start >= len(sequence.tokens), draws))
-        self._logit_room -= count if sequence.every_logit else draws
-        if draws:
-            sequence.pending += 1
-        if sequence.computed % PAGE == 0 or count > 1:
-            self._touched[sequence] = None
 
     def _prefill(self, plan: Plan, sequence: Sequence, room: int) -> int:
         end = min(sequence.prompt_end, sequence.computed + min(room, self.chunk))
@@ -238,21 +235,24 @@ class Scheduler:
         count = end - sequence.computed
         if count == 0:
             return 0
-        self._add(plan, sequence, count)
+        draws = end == sequence.prompt_end and not sequence.score_only
+        plan.pieces.append(Piece(sequence, sequence.computed, count, draws))
+        self._logit_room -= count if sequence.every_logit else draws
+        sequence.computed = end
+        sequence.pending += draws
         sequence.snapshot_due = end in sequence.marks
+        self._touched[sequence] = None
         return count
 
-    def _reserve(self, sequence: Sequence, tokens: int, plan: Plan) -> bool:
-        """Make sure the sequence has pages for so many tokens; False: it had to give way itself."""
-        missing = self.pages_of(tokens) - len(sequence.nodes) - len(sequence.private)
-        if missing <= 0:
-            return True
-        while (pages := self.store.take(missing)) is None:
+    def _reserve(self, sequence: Sequence, plan: Plan) -> bool:
+        """Give the sequence one more page; False: it had to give way itself."""
+        while (pages := self.store.take(1)) is None:
             victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
                 return False
         sequence.private += pages
+        sequence.room += PAGE
         plan.grown.append(sequence)
         return True
 
@@ -302,6 +302,7 @@ class Scheduler:
             return False
         sequence.slot = self._free_slots.pop()
         sequence.nodes, sequence.private = chain, pages
+        sequence.room = (len(chain) + len(pages)) * PAGE
         sequence.prompt_end, sequence.computed, sequence.entry = size, start, start
         self._set_rows(sequence, start, node)
         if sequence.cached < 0:

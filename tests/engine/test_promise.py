@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from deepinfer_jax.engine.engine import Engine
+
 from .conftest import Known
 
 SCHEDULES = 200

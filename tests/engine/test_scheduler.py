@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_jax.engine.pages import PageStore
-from deepinfer_jax.engine.scheduler import Geometry, Plan, Scheduler, Sequence
+from deepinfer_jax.engine.scheduler import Geometry, Piece, Plan, Scheduler, Sequence
 from deepinfer_jax.model.state import PAGE
 
 pytestmark = pytest.mark.fast
@@ -68,7 +68,7 @@ class Device:
         plan = self.scheduler.plan()
         self.steps += 1
         self.launch(plan)
-        drawn = [piece.sequence for piece in plan.pieces if piece.draws]
+        drawn = plan.decode + [piece.sequence for piece in plan.pieces if piece.draws]
         unread, self.unread = self.unread, drawn
         self.read(unread)
         if not self.overlap:
@@ -85,13 +85,14 @@ class Device:
                 self.scheduler.finish(sequence)
 
     def launch(self, plan: Plan) -> None:
-        assert sum(piece.count for piece in plan.pieces) <= self.rows
-        assert len({piece.sequence.slot for piece in plan.pieces}) == len(plan.pieces)
+        assert plan.rows <= self.rows
+        pieces = [Piece(s, s.computed - 1, 1, True) for s in plan.decode] + plan.pieces
+        assert len({piece.sequence.slot for piece in pieces}) == len(pieces)
         for slot, number in plan.snapshots:
             self.saved[number] = self.rings[slot]
         for number, slot in plan.restores:
             self.rings[slot] = self.saved[number]
-        for piece in plan.pieces:
+        for piece in pieces:
             sequence, end = piece.sequence, piece.start + piece.count
             assert 0 <= sequence.slot < self.slots
             before = self.prefix(sequence, piece.start)
