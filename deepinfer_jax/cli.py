@@ -10,6 +10,7 @@ from typing import Any
 
 from deepinfer_jax import __version__
 from deepinfer_jax.cli_generate import add_model, add_sampling, run_chat, run_generate, run_score
+from deepinfer_jax.evals import cli_eval
 
 _EPILOG = """\
 examples:
@@ -76,6 +77,7 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_generate(commands, common)
     _add_chat(commands, common)
     _add_score(commands, common)
+    cli_eval.add_parser(commands, common)
     return parser
 
 

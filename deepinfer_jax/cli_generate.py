@@ -40,7 +40,14 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Flags that choose the model."""
     group = parser.add_argument_group("model")
-    group.add_argument("--model", default="demo", metavar="SOURCE", help="demo (default) or a checkpoint folder")
+    group.add_argument(
+        "--model",
+        default="demo",
+        metavar="SOURCE",
+        help="demo (default), a checkpoint folder, released, or owner/name of the hub",
+    )
+    group.add_argument("--revision", metavar="NAME", help="branch, tag or commit of a repository of the hub")
+    group.add_argument("--yes", action="store_true", help="download without asking")
     group.add_argument("--numerics", default="reference", metavar="NAME", help="rounding profile; default reference")
     group.add_argument("--show-code", action="store_true", help="print the equivalent Python and exit")
 
@@ -53,8 +60,10 @@ def sampling_changes(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _code(arguments: argparse.Namespace, call: str) -> str:
-    numerics = "" if arguments.numerics == "reference" else f", numerics={arguments.numerics!r}"
-    return f"import deepinfer_jax\n\nparams = deepinfer_jax.load_params({arguments.model!r}{numerics})\n{call}"
+    options = "" if arguments.numerics == "reference" else f", numerics={arguments.numerics!r}"
+    options += "" if arguments.revision is None else f", revision={arguments.revision!r}"
+    options += ", yes=True" if arguments.yes else ""
+    return f"import deepinfer_jax\n\nparams = deepinfer_jax.load_params({arguments.model!r}{options})\n{call}"
 
 
 def _keywords(changes: dict[str, Any]) -> str:
@@ -66,7 +75,7 @@ def _load(arguments: argparse.Namespace) -> Any:
     from deepinfer_jax.runtime import use_compile_cache
 
     use_compile_cache()
-    return load_params(arguments.model, numerics=arguments.numerics)
+    return load_params(arguments.model, numerics=arguments.numerics, revision=arguments.revision, yes=arguments.yes)
 
 
 def run_generate(arguments: argparse.Namespace) -> int:

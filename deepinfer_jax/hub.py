@@ -175,8 +175,9 @@ def _told(repository: str, revision: str) -> Iterator[None]:
         raise HubError(f"{where}: the repository has no such revision") from error
     # The client passes failures to connect on as errors of its HTTP library, whose base class it names here.
     except (errors.HTTPError, OSError) as error:  # pyright: ignore[reportPrivateImportUsage]
+        first = (str(error).splitlines() or [""])[0]
         raise HubError(
-            f"{where}: the download failed ({type(error).__name__}: {error}); call again to go on where it ended"
+            f"{where}: the download failed ({type(error).__name__}: {first}); call again to go on where it ended"
         ) from error
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,8 @@ class Options:
 
 
 def _as_list(prompts: Any) -> list[Any]:
-    """One prompt gives a list of one."""
-    if isinstance(prompts, str):
+    """One prompt gives a list of one; what is no prompt is refused later, with its number."""
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         return [prompts]
     prompts = list(prompts)
     if prompts and all(isinstance(p, int | np.integer) and not isinstance(p, bool) for p in prompts):
@@ -68,6 +68,11 @@ def _make_request(
 ) -> Request:
     """Check and encode one prompt. Raises ValueError that says what is wrong with it."""
     _check_for_model(sampling, params, tokenizer)
+    if isinstance(prompt, Mapping) or hasattr(prompt, "role"):
+        raise ValueError("a single message; a conversation is a list of messages: [message]")
+    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+        raise ValueError(f"{prompt!r} is no prompt; expected a text, a list of token ids, or a list of messages")
+    prompt = prompt if isinstance(prompt, str) else list(prompt)
     text, output = None, None
     conversation = not isinstance(prompt, str) and any(isinstance(p, Mapping) or hasattr(p, "role") for p in prompt)
     if isinstance(prompt, str) or conversation:

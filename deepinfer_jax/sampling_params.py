@@ -8,6 +8,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
+
 MAX_LOGPROBS = 64
 MAX_STOPS = 64
 MAX_SAMPLES = 1024
@@ -54,6 +56,12 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         # Friendly spellings become the canonical hashable ones.
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, np.generic):
+                object.__setattr__(self, field.name, value.item())
+            elif value is None and field.name in ("stop", "stop_token_ids", "logit_bias"):
+                object.__setattr__(self, field.name, ())
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids", "allowed_token_ids"):
@@ -74,6 +82,8 @@ class SamplingParams:
                 close = difflib.get_close_matches(name, names, 1)
                 hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"
                 raise TypeError(f"unknown sampling parameter {name!r}{hint}")
+        if given is not None and not isinstance(given, SamplingParams | Mapping):
+            raise TypeError(f"sampling is {given!r}; expected SamplingParams, a mapping of its fields, or None")
         if isinstance(given, SamplingParams):
             return dataclasses.replace(given, **changes)
         return cls(**{**base, **changes})

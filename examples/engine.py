@@ -8,8 +8,9 @@ from __future__ import annotations
 import deepinfer_jax
 
 
-def main(max_tokens: int = 24) -> None:
-    params = deepinfer_jax.load_params("demo")
+def main(source: str = "demo", max_tokens: int = 24) -> None:
+    """source: what `load_params` takes."""
+    params = deepinfer_jax.load_params(source)
     with deepinfer_jax.Engine(params) as engine:
         story = "Once upon a time there was a small engine that gave the same answer every time. " * 12
         first = engine.generate(story + "It began", max_tokens=max_tokens)[0]
@@ -20,7 +21,7 @@ def main(max_tokens: int = 24) -> None:
         call = engine.submit(["One", "Two", "Three"], max_tokens=max_tokens)
         for number, event in enumerate(call):
             print(event.prompt_index, repr(event.text))
-            if number == 5:
+            if number == 2:
                 call.cancel(2)
         print([output.outputs[0].finish_reason for output in call.outputs()])
         print(engine.stats)

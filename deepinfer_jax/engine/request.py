@@ -169,8 +169,6 @@ class Sample:
         parsed = self.text.parse()
         calls = parsed.tool_calls if parsed else ()
         content = parsed.content if parsed else self.text.text
-        if isinstance(self.stop_reason, str) and parsed:
-            content = content.partition(self.stop_reason)[0]  # the parser has seen the whole last token
         logs = None if sampling.logprobs is None else self.logs.finish(sampling.logprobs)
         return Completion(
             index=self.index,

@@ -16,9 +16,12 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer | None, stop: Sequence[str], start: OutputStart | None) -> None:
         """start: set for a conversation, whose answer is parsed."""
         self._detokenizer: Detokenizer | None = tokenizer.detokenizer() if tokenizer else None
-        self._parser = OutputParser(start, tokenizer=tokenizer) if tokenizer and start else None
+        self._tokenizer, self._start = tokenizer, start
+        self._ids: list[int] = []
+        self._ends: list[int] = []  # length of the text after each token
         self._stop = tuple(stop)
         self._text = ""
+        self._cut = False
         self._emitted = 0
 
     @property
@@ -32,9 +35,11 @@ class TextStream:
         """
         if self._detokenizer is None:
             return "", None
-        if self._parser is not None:
-            self._parser.push([token_id])
-        return self._append(self._detokenizer.push(token_id), may_stop)
+        result = self._append(self._detokenizer.push(token_id), may_stop)
+        if self._start is not None:
+            self._ids.append(token_id)
+            self._ends.append(len(self._text))
+        return result
 
     def _append(self, piece: str, may_stop: bool) -> tuple[str, str | None]:
         before = len(self._text)
@@ -43,6 +48,7 @@ class TextStream:
         if found is not None:
             place, stop = found
             self._text = self._text[:place]
+            self._cut = True
             return self._emit(len(self._text)), stop
         return self._emit(len(self._text) - self._pending()), None
 
@@ -78,8 +84,17 @@ class TextStream:
         return self._emit(len(self._text))
 
     def parse(self) -> ParsedOutput | None:
-        """The parsed answer of a conversation."""
-        if self._parser is None:
+        """The parsed answer of a conversation: of its text, so a stop string ends the parse where it ends that."""
+        if self._tokenizer is None or self._start is None:
             return None
-        self._parser.finish()
-        return self._parser.result
+        parser = OutputParser(self._start, tokenizer=self._tokenizer)
+        if self._cut:
+            # Whole tokens up to the cut, then what is left of the token that holds it.
+            whole = next((i for i, end in enumerate(self._ends) if end == len(self._text)), len(self._ends) - 1)
+            before = self._ends[whole - 1] if whole else 0
+            parser.push(self._ids[:whole])
+            parser.push_cut(self._text[before:])
+        else:
+            parser.push(self._ids)
+        parser.finish()
+        return parser.result

@@ -122,6 +122,11 @@ class OutputParser:
             self._push_ids(self._tokenizer.check_ids(piece, "output"))
         return self._delta()
 
+    def push_cut(self, text: str) -> ParsedDelta:
+        """Add the text that is left of a token which a stop string cuts; `finish` follows."""
+        self._on_text(check_text(text, "output"), raw=True)
+        return self._delta()
+
     def finish(self) -> ParsedDelta:
         """End the output; returns what had been held back."""
         if self._finished:
