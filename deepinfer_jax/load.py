@@ -13,18 +13,14 @@ import numpy as np
 from deepinfer_jax import hub
 from deepinfer_jax.checkpoint.load import load_checkpoint
 from deepinfer_jax.checkpoint.unpack import unpack_weight
-from deepinfer_jax.checkpoint.writer import save_checkpoint
+from deepinfer_jax.demo import demo_folder
 from deepinfer_jax.kernels.profile import numerics_profile
 from deepinfer_jax.kernels.quantization import QuantTensor
-from deepinfer_jax.model.config import ModelConfig
-from deepinfer_jax.model.init import init_params
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.prompt import Tokenizer
 from deepinfer_jax.prompt.tokenizer import TOKENIZER_FILE
 
 DEMO = "demo"
-_DEMO_SEED = 20261130
-_DEMO_FOLDER = "demo-random-1"  # a new name whenever the drawn weights change
 
 UNPACK_BYTES = 1 << 30
 """A model whose unpacked bfloat16 weights are smaller is unpacked once when it is loaded for a CPU."""
@@ -69,23 +65,6 @@ def _unpacked_bytes(params: Params) -> int:
     return 2 * sum(sizes)
 
 
-def _demo_folder() -> Path:
-    """The demo checkpoint: random weights in the released format, written at first use."""
-    folder = cache_folder() / _DEMO_FOLDER
-    if not (folder / "config.json").exists():
-        from deepinfer_jax.demo import tokenizer_json
-
-        config = ModelConfig.demo()
-        from deepinfer_jax.checkpoint.engram_map import token_classes
-
-        classes = token_classes(tokenizer_json())
-        params = init_params(config, jax.random.key(_DEMO_SEED), jax.numpy.asarray(classes))
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / TOKENIZER_FILE).write_bytes(tokenizer_json())
-        save_checkpoint(folder, params, overwrite=True)
-    return folder
-
-
 def _source_folder(name: str, *, hub_allowed: bool, revision: str | None, yes: bool) -> Path:
     """Folder of a source: the demo, a folder that exists, or a download. ValueError if it is none of these."""
     on_hub = hub_allowed and (name == hub.RELEASED or (hub.is_hub_name(name) and not Path(name).is_dir()))
@@ -93,7 +72,7 @@ def _source_folder(name: str, *, hub_allowed: bool, revision: str | None, yes: b
         return hub.download(name, revision=revision, yes=yes, cache=cache_folder()).folder
     if revision is not None:
         raise ValueError(f"revision: {name} is not a repository of the hub, so it has no revisions")
-    folder = _demo_folder() if name == DEMO else Path(name)
+    folder = demo_folder() if name == DEMO else Path(name)
     if not folder.is_dir():
         raise ValueError(
             f"{name}: no such folder; pass {DEMO!r}, a checkpoint folder, {hub.RELEASED!r} or owner/name of the hub"

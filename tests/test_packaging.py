@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 MAPPED = ("kernels", "model", "sharding")
 """Top-level folders that install as subpackages of deepinfer_jax."""
 
-MAX_TRACKED_BYTES = 24 * 2**20
+MAX_TRACKED_BYTES = 40 * 2**20
 LOCK_FILES = ("*.lock", "*.lockb", "package-lock.json", "pnpm-lock.yaml", "pylock*.toml")
 
 
@@ -152,7 +152,7 @@ def test_python_version_file() -> None:
 
 
 def test_tracked_tree_is_small() -> None:
-    """Guards against weights, logs or build output slipping into the repository (limit 24 MiB)."""
+    """Guards against weights, logs or build output slipping into the repository (limit 40 MiB)."""
     paths = [ROOT / path for mode, path in git_index() if mode != "120000"]
     sizes = {path: path.stat().st_size for path in paths if path.is_file()}
     largest = sorted(sizes, key=lambda path: sizes[path], reverse=True)[:5]

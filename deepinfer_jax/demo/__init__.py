@@ -1,11 +1,17 @@
-"""The demo model that ships with the package. Its tokenizer is here; its weights are not yet."""
+"""The demo model that ships with the package: a small trained V4.1-Flash (docs/demo_model.md)."""
 
 from __future__ import annotations
 
 from functools import lru_cache
 from importlib import resources
+from pathlib import Path
 
 from deepinfer_jax.prompt.tokenizer import TOKENIZER_FILE, Tokenizer
+
+
+def demo_folder() -> Path:
+    """The checkpoint folder of the demo model, in the released format."""
+    return Path(__file__).parent
 
 
 def tokenizer_json() -> bytes:
