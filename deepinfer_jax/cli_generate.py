@@ -124,9 +124,13 @@ def run_chat(arguments: argparse.Namespace) -> int:
         )
         print(_code(arguments, call))
         return 0
-    from deepinfer_jax.api import generate
+    from deepinfer_jax.api import Engine
 
-    params = _load(arguments)
+    with Engine(_load(arguments)) as engine:  # kept between messages: each turn goes on from the last one's caches
+        return _converse(engine, arguments, changes)
+
+
+def _converse(engine: Any, arguments: argparse.Namespace, changes: dict[str, Any]) -> int:
     messages: list[dict[str, Any]] = []
     if arguments.system:
         messages.append({"role": "system", "content": arguments.system})
@@ -139,8 +143,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
         if not line:
             return 0
         messages.append({"role": "user", "content": line})
-        output = generate(
-            params,
+        output = engine.generate(
             messages,
             thinking=not arguments.no_thinking,
             reasoning_effort=arguments.effort,

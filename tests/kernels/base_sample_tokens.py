@@ -160,6 +160,48 @@ class SampleTokensTests(OpTests):
             possible[got.top_ids[row][got.top_logprobs[row] > -np.inf]] = True
             assert (possible == want).all(), f"row {row}: {np.flatnonzero(possible != want)}"
 
+    def test_support_with_ties_and_tiny_masses(self) -> None:
+        """Ties at the border of top_k and top_p stay together; tokens below 2^-30 of the largest are possible
+        without filters and never needed for a mass."""
+        rng, rows = generator("tied supports"), 128
+        logits = rng.integers(-2, 3, (rows, VOCABULARY)).astype(np.float32)
+        logits[:, 150:] = -40.0
+        top_k = np.where(rng.random(rows) < 0.5, 0, rng.integers(1, 180, rows))
+        top_p = np.where(rng.random(rows) < 0.5, 1, rng.uniform(0.05, 0.99, rows)).astype(np.float32)
+        got = self.run(sample_tokens, logits, controls(rows, processed=True, top_k=top_k, top_p=top_p), top=VOCABULARY)
+        for row in range(rows):
+            want = kept_reference(logits[row].astype(np.float64), int(top_k[row]), float(top_p[row]), 0.0)
+            possible = np.zeros(VOCABULARY, bool)
+            possible[got.top_ids[row][got.top_logprobs[row] > -np.inf]] = True
+            assert (possible == want).all(), f"row {row}: {np.flatnonzero(possible != want)}"
+
+    @pytest.mark.parametrize("name", ["repetition", "presence", "frequency"])
+    @pytest.mark.parametrize("value", [0.5, 1.7, -0.6])
+    def test_each_penalty_alone(self, name: str, value: float) -> None:
+        """One penalty at a time, negative ones too, leaves tokens that it does not name as they are."""
+        value = abs(value) if name == "repetition" else value
+        logits = generator("one penalty").normal(size=(1, VOCABULARY)).astype(np.float32)
+        counts = np.zeros((1, VOCABULARY), np.int32)
+        counts[0, 5:20] = np.arange(15)
+        prompt = np.zeros((1, VOCABULARY), bool)
+        prompt[0, 30:40] = True
+        got = self.run(
+            sample_tokens,
+            logits,
+            controls(1, temperature=0, processed=True, prompt_seen=prompt, output_counts=counts, **{name: value}),
+            top=VOCABULARY,
+        )
+        want = logits[0].astype(np.float64)
+        touched = counts[0] > 0
+        if name == "repetition":
+            want = np.where(touched | prompt[0], np.where(want > 0, want / value, want * value), want)
+        else:
+            want = want - value * (touched if name == "presence" else counts[0])
+        reported = np.empty(VOCABULARY)
+        reported[got.top_ids[0]] = got.top_logprobs[0]
+        np.testing.assert_allclose(reported, np.log(softmax(want)), rtol=1e-4, atol=1e-5)
+        assert got.token_ids[0] == want.argmax()
+
     def test_greedy(self) -> None:
         """Temperature 0 is the argmax, ties to the lowest id, -0 equal to +0, whatever the filters say."""
         logits = np.full((4, VOCABULARY), -1, np.float32)
