@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 Implementation = Literal["xla", "mosaic_gpu", "cann"]
 
@@ -98,6 +99,6 @@ class Kernels:
         fixed = {name: value for name, value in kwargs.items() if name not in arrays}
         choice = self.implementation(op)
         with jax.named_scope(f"{op}.{function.__name__}"):
-            if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, arrays))):
+            if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, arrays))):
                 return _traced_once(function, choice, self.row_tile, tuple(sorted(fixed.items())))(*args, **arrays)
             return function(*args, implementation=choice, row_tile=self.row_tile, **kwargs)

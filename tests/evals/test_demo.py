@@ -70,13 +70,15 @@ def test_report_is_a_function_of_the_weights() -> None:
     assert any(line.startswith("weekday ") for line in report_lines(report))
 
 
-def test_held_out_loss_of_random_weights_is_that_of_guessing() -> None:
-    """Guards against scoring the wrong tokens, or BOS: the demo before its training knows nothing."""
+def test_held_out_loss_is_that_of_the_text() -> None:
+    """Guards against scoring the wrong tokens, or BOS: the text is far likelier than chance, backwards it is not."""
     source = load_heldout()[1][0]
     short = HeldOut(source.source, (source.rows[0][:100],), source.ngram_nats)
     loss = heldout_losses(demo(), load_tokenizer(), short, None)
     assert loss["tokens"] == 99
-    assert abs(loss["nats_per_token"] - np.log(3072)) < 3
+    assert loss["nats_per_token"] < np.log(3072) - 3
+    backwards = HeldOut(source.source, (np.append(short.rows[0][:1], short.rows[0][:0:-1]),), source.ngram_nats)
+    assert heldout_losses(demo(), load_tokenizer(), backwards, None)["nats_per_token"] > loss["nats_per_token"] + 1
     text = load_tokenizer().decode(short.rows[0][1:].tolist())
     assert loss["bits_per_byte"] == pytest.approx(loss["nats_per_token"] * 99 / np.log(2) / len(text.encode()))
 
