@@ -24,17 +24,20 @@ class ControlArrays:
         self._samples: list[Sample] = []
         self._fixed = self._arrays([])
         self._may_shape: list[Sample] = []
+        self._position = np.zeros(rows, np.int32)
 
     def make(self, samples: list[Sample]) -> Controls:
         """Controls of the samples' next tokens."""
-        if samples != self._samples:
+        if samples == self._samples and samples:
+            self._position = self._position + 1  # each has drawn one token since
+        else:
             self._samples, self._fixed = samples, self._arrays(samples)
             self._may_shape = [sample for sample in samples if sample.may_shape]
-        position = np.zeros(self._rows, np.int32)
-        position[: len(samples)] = [len(sample.tokens) for sample in samples]
+            self._position = np.zeros(self._rows, np.int32)
+            self._position[: len(samples)] = [len(sample.tokens) for sample in samples]
         shaped = any(sample.shaped for sample in self._may_shape)
         extra = _shaping(samples, self._vocabulary, self._rows) if shaped else {}
-        return Controls(position=position, **self._fixed, **extra)  # type: ignore[arg-type]
+        return Controls(position=self._position, **self._fixed, **extra)  # type: ignore[arg-type]
 
     def neutral(self, shaped: bool) -> Controls:
         """Controls of no sample, with or without masks, biases and counts."""

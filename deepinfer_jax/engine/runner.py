@@ -66,6 +66,9 @@ class Runner:
         self._page_table = np.full((sizes.slots, sizes.table_pages), -1, np.int32)
         self._starts = np.zeros((3, sizes.slots), np.int32)  # window_start, encoder_start, page_start
         self._tables: list[Any] | None = None  # what the last step was given, while it still holds
+        self._decoded: list[Sequence] = []  # the last step's sequences, if each ran a token from the device
+        self._last: Batch | None = None
+        self._one = np.zeros(0, np.int32)
 
     def close(self) -> None:
         """Free the device memory of the state."""
@@ -145,6 +148,11 @@ class Runner:
         self, plan: Plan, rows: int = 0
     ) -> tuple[Batch, list[tuple[Sequence, int]], list[tuple[Sequence, int, int, int]]]:
         decode = plan.decode
+        if not plan.pieces and decode and decode == self._decoded and decode[0].computed > len(decode[0].tokens):
+            # The sequences of the step before once more, each with the token that step draws.
+            assert self._last is not None
+            self._last = dataclasses.replace(self._last, positions=self._last.positions + self._one)
+            return self._with_tables(self._last), list(zip(decode, range(len(decode)), strict=True)), []
         ids = [FROM_DEVICE if s.computed > len(s.tokens) else s.tokens[s.computed - 1] for s in decode]
         positions = [s.computed - 1 for s in decode]
         slots = [s.slot for s in decode]
@@ -166,21 +174,35 @@ class Runner:
             if piece.draws:
                 draws.append((sequence, len(wanted) - 1))
         size = rows or next(count for count in self.sizes.rows if count >= len(ids))
-        assert self._tables is not None
-        page_table, window_start, encoder_start, page_start = self._tables
         batch = Batch(
             token_ids=_padded(ids, size, 0),
             positions=_padded(positions, size, 0),
             sequence=_padded(slots, size, -1),
             decoder_rows=_padded(kept, size, -1),
             logit_rows=_padded(wanted, min(size, self.sizes.logit_rows), -1),
+            page_table=self._page_table,  # type: ignore[arg-type]
+            window_start=self._starts[0],  # type: ignore[arg-type]
+            encoder_start=self._starts[1],  # type: ignore[arg-type]
+            page_start=self._starts[2],  # type: ignore[arg-type]
+            image_mask=np.zeros(size, bool),  # type: ignore[arg-type]
+        )
+        repeats = bool(decode) and not plan.pieces and all(token == FROM_DEVICE for token in ids)
+        self._decoded, self._last = (list(decode), batch) if repeats else ([], None)
+        if repeats:
+            self._one = (batch.sequence >= 0).astype(np.int32)  # type: ignore[union-attr]
+        return self._with_tables(batch), draws, scored
+
+    def _with_tables(self, batch: Batch) -> Batch:
+        """The batch with the tables that hold now; copies, since a step under way must not see later changes."""
+        assert self._tables is not None
+        page_table, window_start, encoder_start, page_start = self._tables
+        return dataclasses.replace(
+            batch,
             page_table=page_table,
             window_start=window_start,
             encoder_start=encoder_start,
             page_start=page_start,
-            image_mask=np.zeros(size, bool),  # type: ignore[arg-type]
         )
-        return batch, draws, scored
 
 
 def _padded(values: list[int], size: int, fill: int) -> Any:
