@@ -47,8 +47,8 @@ class Bench:
         """Seconds of one call, host work included."""
         start = time.perf_counter()
         batch = make_batch(self.config, chunks, self.table, rows=ROWS, logit_rows=16, replay=replay)
-        logits, self.state = self.program(self.params, self.state, batch)
-        jax.block_until_ready(logits)
+        outputs, self.state = self.program(self.params, self.state, batch)
+        jax.block_until_ready(outputs.logits)
         return time.perf_counter() - start
 
     def prefill(self, length: int, replay: Replay) -> float:

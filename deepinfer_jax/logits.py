@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from deepinfer_jax.batching import Chunk, make_batch
 from deepinfer_jax.engine.programs import forward_program
 from deepinfer_jax.kernels.dispatch import Kernels
-from deepinfer_jax.kernels.profile import numerics_profile
+from deepinfer_jax.kernels.profile import NumericsProfile, numerics_profile
 from deepinfer_jax.model.config import ModelConfig
+from deepinfer_jax.model.forward import Outputs
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.state import PAGE, init_state
 
@@ -54,16 +55,36 @@ def logits(
             f"logits of {array.size} tokens x {config.vocab_size} would take {size / 1e9:.1f} GB; "
             "use score(params, sequences) for long sequences"
         )
-    kernels = kernels or Kernels()
-    pages = 1 << (-(-array.size // PAGE) - 1).bit_length()  # few capacities, few compilations
+    parts = [np.asarray(outputs.logits)[:count] for outputs, count in whole_sequence(params, array, profile, kernels)]
+    return np.concatenate(parts)
+
+
+def whole_sequence(
+    params: Params,
+    ids: np.ndarray,
+    profile: NumericsProfile,
+    kernels: Kernels | None = None,
+    *,
+    logits: bool = True,
+    least_pages: int = 1,
+) -> Iterator[tuple[Outputs, int]]:
+    """Run all rows of one sequence [T] through all layers, ROWS at a time.
+
+    Args:
+        logits: compute the logits of every row; without them only taps are of use.
+        least_pages: capacity of the page table at least: fewer capacities, fewer compilations.
+    Returns: (Outputs, rows in use) of each call, in order.
+    """
+    config, kernels = params.config, kernels or Kernels()
+    needed = max(least_pages, -(-len(ids) // PAGE))
+    pages = 1 << (needed - 1).bit_length()
     state = init_state(config, profile, slots=1, pages=pages, row_block=kernels.row_tile or ROWS)
     table = np.arange(pages, dtype=np.int32)[None]
     step = forward_program(config, profile, kernels)
-    parts = []
-    for start in range(0, array.size, ROWS):
-        piece = array[start : start + ROWS]
-        chunk = Chunk(0, start, piece.tolist(), array.size, logits="all")
-        batch = make_batch(config, [chunk], table, rows=ROWS, replay="none")
-        values, state = step(params, state, batch)
-        parts.append(np.asarray(values)[: piece.size])
-    return np.concatenate(parts)
+    for start in range(0, len(ids), ROWS):
+        piece = ids[start : start + ROWS].tolist()
+        chunk = Chunk(0, start, piece, len(ids), logits="all" if logits else "none")
+        logit_rows = ROWS if logits else kernels.row_tile or ROWS
+        batch = make_batch(config, [chunk], table, rows=ROWS, logit_rows=logit_rows, replay="none")
+        outputs, state = step(params, state, batch)
+        yield outputs, len(piece)

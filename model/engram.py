@@ -36,6 +36,19 @@ def _ngram_classes(config: ModelConfig, token_map: jax.Array, batch: Batch, stat
     return jnp.stack(columns, axis=1)
 
 
+def hash_constants(config: ModelConfig, which: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(products, moduli, offsets) of the `which`-th Engram layer, as `engram_hash` takes them."""
+    tables = engram_tables(
+        config.engram_layer_ids,
+        which,
+        config.engram_max_ngram_size,
+        config.engram_n_heads,
+        config.engram_vocab_size,
+        config.engram_compressed_vocab_size,
+    )
+    return jnp.asarray(tables.products), jnp.asarray(tables.moduli), jnp.asarray(tables.offsets)
+
+
 def hash_rows(setting: Setting, params: Params, batch: Batch, state: State) -> jax.Array:
     """Table rows int32 [Engram layers, R, columns] of the whole call; depends on ids only."""
     config = setting.config
@@ -44,16 +57,7 @@ def hash_rows(setting: Setting, params: Params, batch: Batch, state: State) -> j
     classes = _ngram_classes(config, params.engram_token_map, batch, state)
     result = []
     for which in range(len(config.engram_layer_ids)):
-        tables = engram_tables(
-            config.engram_layer_ids,
-            which,
-            config.engram_max_ngram_size,
-            config.engram_n_heads,
-            config.engram_vocab_size,
-            config.engram_compressed_vocab_size,
-        )
-        constants = (jnp.asarray(tables.products), jnp.asarray(tables.moduli), jnp.asarray(tables.offsets))
-        result.append(setting.kernels(engram_hash, classes, *constants))
+        result.append(setting.kernels(engram_hash, classes, *hash_constants(config, which)))
     return jnp.stack(result)
 
 

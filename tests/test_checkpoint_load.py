@@ -25,7 +25,8 @@ from deepinfer_jax.checkpoint import (
     writer,
 )
 from deepinfer_jax.checkpoint import load as load_limits
-from deepinfer_jax.kernels.quantization import QuantTensor
+from deepinfer_jax.checkpoint.unpack import unpack_weight
+from deepinfer_jax.kernels.quantization import QuantTensor, dequantize
 from deepinfer_jax.model.config import ModelConfig, VisionConfig
 from deepinfer_jax.model.params import CheckpointTensor, Parameter, Params, abstract_params, build_params
 from deepinfer_jax.model.plan import layer_plan
@@ -419,3 +420,20 @@ def test_tensor_sizes_are_python_integers() -> None:
     abstract = build_params(ModelConfig.released(), lambda parameter, lead, _: parameter.abstract(lead))
     tables = [run["engram.embed"] for segment in abstract.segments for run in segment if "engram.embed" in run]
     assert [table.shape for table in tables] == [(1, 1, 384_006_168, 256), (1, 1, 384_016_682, 256)]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("fmt", "rows", "columns"), [("fp8", 64, 256), ("fp4", 16, 256)])
+def test_unpacked_weights_are_the_dequantized_ones(fmt: str, rows: int, columns: int) -> None:
+    """Guards NumPy's unpacking at load: every byte under many scales has the value that products use."""
+    rng = np.random.default_rng(3)
+    width = columns if fmt == "fp8" else columns // 2
+    data = np.resize(np.arange(256, dtype=np.uint8), (2, rows, width))
+    scale = rng.integers(60, 190, (2, rows // 32 if fmt == "fp8" else rows, columns // 32)).astype(np.uint8)
+    weight = QuantTensor(jnp.asarray(data), jnp.asarray(scale), fmt)  # type: ignore[arg-type]
+    want = np.asarray(dequantize(weight))
+    got = unpack_weight(data, scale, fmt)  # type: ignore[arg-type]
+    assert got.dtype == want.dtype
+    numbers = ~np.isnan(want.astype(np.float32))
+    np.testing.assert_array_equal(got.view(np.uint16)[numbers], want.view(np.uint16)[numbers])
+    assert np.isnan(got.astype(np.float32)[~numbers]).all()

@@ -6,8 +6,7 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as List
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +17,7 @@ from deepinfer_jax.engine.progress import Progress
 from deepinfer_jax.engine.request import Request, Sample
 from deepinfer_jax.engine.runner import TOPS, Launched, Runner
 from deepinfer_jax.engine.runtime_config import RuntimeConfig, runtime_sizes
-from deepinfer_jax.engine.scheduler import Geometry, Plan, Scheduler, Sequence
+from deepinfer_jax.engine.scheduler import Geometry, Plan, ScheduledSequence, Scheduler
 from deepinfer_jax.engine.stats import EngineStats
 from deepinfer_jax.kernels.profile import numerics_profile
 from deepinfer_jax.kernels.sample_tokens import Sampled
@@ -43,7 +42,7 @@ class _Work:
     """One sample in the engine."""
 
     sample: Sample
-    sequence: Sequence
+    sequence: ScheduledSequence
     call: Call
 
 
@@ -63,7 +62,7 @@ class Call:
     The engine works while you do either, on the requests of every call; results do not depend on it.
     """
 
-    def __init__(self, engine: Engine, requests: List[Request], errors: Mapping[int, str], count: int) -> None:
+    def __init__(self, engine: Engine, requests: Sequence[Request], errors: Mapping[int, str], count: int) -> None:
         self._engine = engine
         self._requests, self._errors, self._count = list(requests), dict(errors), count
         self.works: list[_Work] = []
@@ -143,7 +142,7 @@ class Engine:
         )
         self._controls = ControlArrays(self.config.vocab_size, self._runner.sample_rows)
         self.stats = EngineStats()
-        self._works: dict[Sequence, _Work] = {}
+        self._works: dict[ScheduledSequence, _Work] = {}
         self._arrivals = itertools.count()
         self._unread: _Step | None = None
         self._closed = False
@@ -172,10 +171,10 @@ class Engine:
 
     def submit(
         self,
-        prompts: Prompt | List[Prompt],
-        sampling: Sampling | List[Sampling] | None = None,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
         *,
-        tools: List[Any] = (),
+        tools: Sequence[Any] = (),
         thinking: bool | None = None,
         reasoning_effort: int | str | None = None,
         errors: Literal["raise", "return"] = "raise",
@@ -191,14 +190,14 @@ class Engine:
         return self._submit(requests, bad, count, errors)
 
     def _submit(
-        self, requests: List[Request], bad: dict[int, str], count: int, errors: str, what: str = "prompt"
+        self, requests: Sequence[Request], bad: dict[int, str], count: int, errors: str, what: str = "prompt"
     ) -> Call:
         if self._closed:
             raise RuntimeError("the engine is closed")
         if errors not in ("raise", "return"):
             raise ValueError(f"errors={errors!r} is unknown; choose 'raise' or 'return'")
         vocabulary, context = self.config.vocab_size, self.config.max_position_embeddings
-        prepared: list[tuple[Request, list[tuple[Sample, Sequence]]]] = []
+        prepared: list[tuple[Request, list[tuple[Sample, ScheduledSequence]]]] = []
         for request in requests:
             samples = 1 if request.score_only else request.sampling.n
             made = [Sample(request, i, context, self.config.eos_token_id, vocabulary) for i in range(samples)]
@@ -218,7 +217,7 @@ class Engine:
                 self.scheduler.add(sequence)
         return call
 
-    def _sequence(self, sample: Sample) -> Sequence:
+    def _sequence(self, sample: Sample) -> ScheduledSequence:
         score_only = sample.request.score_only
         limit = sample.prompt_length if score_only else sample.prompt_length + sample.limit
         room = self.sizes.table_pages * PAGE
@@ -227,7 +226,7 @@ class Engine:
                 f"{sample.prompt_length} prompt tokens and max_tokens {sample.limit} exceed the engine's context of "
                 f"{room}; lower max_tokens or raise RuntimeConfig.context"
             )
-        sequence = Sequence(
+        sequence = ScheduledSequence(
             arrival=next(self._arrivals),
             tokens=sample.tokens,
             limit=limit,
@@ -260,7 +259,7 @@ class Engine:
         """
         start = time.perf_counter()
         plan = self.scheduler.plan()
-        launched = self._runner.forward(plan) if plan.decode or plan.pieces else None
+        launched = self._runner.forward(plan) if plan.decode or plan.prompt_rows else None
         planned = time.perf_counter()
         unread, self._unread = self._unread, None
         if unread is not None:
@@ -311,6 +310,7 @@ class Engine:
                 self.stats.generated_tokens -= 1
                 continue
             if not valid[i]:
+                self.stats.generated_tokens -= 1
                 sample.error = f"the model's logits after {len(sample.tokens)} tokens are not finite or all masked"
                 self._end(work)
                 continue
@@ -360,11 +360,11 @@ class Engine:
 
     def _count(self, plan: Plan, planning: float, reading: float, sampling: float) -> None:
         s = self.stats
-        s.steps += bool(plan.decode or plan.pieces)
+        s.steps += bool(plan.decode or plan.prompt_rows)
         s.decode_rows += len(plan.decode)
-        s.prompt_rows += sum(piece.count for piece in plan.pieces)
+        s.prompt_rows += sum(piece.count for piece in plan.prompt_rows)
         for sequence in plan.admitted:
-            s.cached_rows += sequence.entry
+            s.cached_rows += sequence.first_row
         s.preemptions = self.scheduler.preemptions
         s.plan_seconds += planning
         s.read_seconds += reading
@@ -388,8 +388,8 @@ class Engine:
 
     def generate(
         self,
-        prompts: Prompt | List[Prompt],
-        sampling: Sampling | List[Sampling] | None = None,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
         *,
         on_token: Callable[[TokenEvent], None] | None = None,
         progress: bool | None = None,
@@ -402,7 +402,7 @@ class Engine:
 
     def run(
         self,
-        requests: List[Request],
+        requests: Sequence[Request],
         bad: dict[int, str],
         count: int,
         *,
@@ -413,12 +413,12 @@ class Engine:
         """`generate` for requests that are checked already (`requests.make_requests`)."""
         return self._finish(self._submit(requests, bad, count, errors), on_token, progress, errors)
 
-    def events(self, requests: List[Request], count: int) -> Iterator[TokenEvent]:
+    def events(self, requests: Sequence[Request], count: int) -> Iterator[TokenEvent]:
         """`stream` for requests that are checked already."""
         return self._events(self._submit(requests, {}, count, "raise"))
 
     def stream(
-        self, prompts: Prompt | List[Prompt], sampling: Sampling | List[Sampling] | None = None, **options: Any
+        self, prompts: Prompt | Sequence[Prompt], sampling: Sampling | Sequence[Sampling] | None = None, **options: Any
     ) -> Iterator[TokenEvent]:
         """As `deepinfer_jax.stream`, on this engine's caches. Closing the iterator cancels what is left."""
         return self._events(self.submit(prompts, sampling, **options))
@@ -431,7 +431,11 @@ class Engine:
             call.cancel()
 
     def score(
-        self, sequences: str | List[int] | List[str | List[int]], top_k: int = 0, *, progress: bool | None = None
+        self,
+        sequences: str | Sequence[int] | Sequence[str | Sequence[int]],
+        top_k: int = 0,
+        *,
+        progress: bool | None = None,
     ) -> list[Logprobs]:
         """As `deepinfer_jax.score`, on this engine."""
         sampling = SamplingParams(prompt_logprobs=top_k, max_tokens=1)

@@ -16,38 +16,28 @@ from deepinfer_jax.kernels.dispatch import ROW_TILE, Kernels
 from deepinfer_jax.kernels.profile import NumericsProfile
 from deepinfer_jax.kernels.sample_tokens import Controls, Sampled, sample_tokens, token_logprobs
 from deepinfer_jax.model.config import ModelConfig
-from deepinfer_jax.model.forward import forward
+from deepinfer_jax.model.forward import Outputs, forward
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.state import Batch, State
 
 FROM_DEVICE = -1
-"""In `Batch.token_ids` of `step_program`: the newest token drawn for the row's slot."""
+"""In `Batch.token_ids` of `forward_program`: the newest token drawn for the row's slot."""
 
 
 @functools.lru_cache(maxsize=16)
 def forward_program(config: ModelConfig, profile: NumericsProfile, kernels: Kernels) -> Callable[..., Any]:
-    """(params, state, batch) -> (logits float32 [L, V], state); the state is donated."""
+    """(params, state, batch, newest int32 [slots] or None) -> (Outputs, state); the state is donated.
 
-    def step(params: Params, state: State, batch: Batch) -> tuple[jax.Array, State]:
-        outputs, state = forward(params, state, batch, config=config, profile=profile, kernels=kernels)
-        return outputs.logits, state
-
-    return jit(step, donate_argnums=1)
-
-
-@functools.lru_cache(maxsize=16)
-def step_program(config: ModelConfig, profile: NumericsProfile, kernels: Kernels) -> Callable[..., Any]:
-    """(params, state, newest int32 [slots], batch) -> (logits float32 [L, V], state); the state is donated.
-
-    A token id of FROM_DEVICE stands for `newest` of the row's slot, so that a step can be launched before
-    the host has read the tokens of the one before.
+    With `newest`, a token id of FROM_DEVICE stands for the newest token of the row's slot, so that a step can
+    be launched before the host has read the tokens of the one before.
     """
 
-    def step(params: Params, state: State, newest: jax.Array, batch: Batch) -> tuple[jax.Array, State]:
-        drawn = newest[jnp.maximum(batch.sequence, 0)]
-        known = dataclasses.replace(batch, token_ids=jnp.where(batch.token_ids == FROM_DEVICE, drawn, batch.token_ids))
-        outputs, state = forward(params, state, known, config=config, profile=profile, kernels=kernels)
-        return outputs.logits, state
+    def step(params: Params, state: State, batch: Batch, newest: jax.Array | None = None) -> tuple[Outputs, State]:
+        if newest is not None:
+            drawn = newest[jnp.maximum(batch.sequence, 0)]
+            known = jnp.where(batch.token_ids == FROM_DEVICE, drawn, batch.token_ids)
+            batch = dataclasses.replace(batch, token_ids=known)
+        return forward(params, state, batch, config=config, profile=profile, kernels=kernels)
 
     return jit(step, donate_argnums=1)
 
@@ -113,7 +103,7 @@ def score_program(kernels: Kernels, top: int) -> Callable[..., Sampled]:
 )
 @dataclasses.dataclass(frozen=True)
 class Rings:
-    """Ring buffers of some slots: the parts of `State` that belong to a slot, slots on the same axes."""
+    """Ring buffers of K slots: the parts of `State` that belong to a slot, with its shapes and K for its slots."""
 
     window: jax.Array
     open_groups: jax.Array

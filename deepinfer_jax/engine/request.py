@@ -14,7 +14,11 @@ from deepinfer_jax.sampling_params import SamplingParams
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A checked prompt. sampling None: only score the tokens. output: set for a conversation."""
+    """A checked prompt.
+
+    index: its place among the caller's prompts. token_ids: at least one. text: the prompt as text, if known.
+    output: where in the protocol the answer begins, for a conversation. score_only: generate nothing.
+    """
 
     index: int
     token_ids: tuple[int, ...]
@@ -26,7 +30,7 @@ class Request:
 
 
 class Logs:
-    """Log-probabilities that arrive row by row."""
+    """Log-probabilities (natural logarithm) that arrive row by row: of the token, and of the most likely ones."""
 
     def __init__(self) -> None:
         self._rows: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
@@ -48,7 +52,7 @@ class Logs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FixedControls:
-    """What a sample's sampling parameters say, in the order of the arrays of `controls.make_controls`."""
+    """What a sample's sampling parameters say, in the order of the arrays of `controls.ControlArrays`."""
 
     numbers: tuple[float, float, float, float, float, float]
     integers: tuple[int, int]
@@ -81,7 +85,6 @@ class Sample:
         self.error: str | None = None
         self.ends = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {eos_token_id})
         self._eos, self._vocabulary = eos_token_id, vocabulary
-        self.cancelled = False
         self.cached_tokens = 0
         self.counts: np.ndarray | None = None
         self.prompt_seen: np.ndarray | None = None
@@ -100,8 +103,12 @@ class Sample:
     def shaped(self) -> bool:
         """Masks, biases or counts apply to the next token."""
         s = self.request.sampling
-        early = len(self.tokens) - self.prompt_length < s.min_tokens
-        return bool(early or s.logit_bias or s.allowed_token_ids is not None or self.counts is not None)
+        return self.early or bool(s.logit_bias or s.allowed_token_ids is not None or self.counts is not None)
+
+    @property
+    def early(self) -> bool:
+        """The output has fewer than min_tokens tokens."""
+        return len(self.tokens) - self.prompt_length < self.request.sampling.min_tokens
 
     @property
     def penalized(self) -> bool:
@@ -115,7 +122,6 @@ class Sample:
     def cancel(self) -> None:
         """End here; what was generated stays."""
         if not self.finished:
-            self.cancelled = True
             self.finish_reason = "cancelled"
             self.text.finish()
 
@@ -130,7 +136,7 @@ class Sample:
     def allowed(self) -> np.ndarray | None:
         """bool [V] of tokens that may come next, None = all."""
         s = self.request.sampling
-        early = len(self.generated) < s.min_tokens
+        early = self.early
         if s.allowed_token_ids is None and not early:
             return None
         mask = np.ones(self._vocabulary, bool)

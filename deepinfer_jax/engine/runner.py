@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,14 +13,14 @@ import numpy as np
 from deepinfer_jax.engine.programs import (
     FROM_DEVICE,
     empty_rings,
+    forward_program,
     restore_program,
     sample_program,
     save_program,
     score_program,
-    step_program,
 )
 from deepinfer_jax.engine.runtime_config import Sizes
-from deepinfer_jax.engine.scheduler import Plan, Sequence
+from deepinfer_jax.engine.scheduler import Plan, ScheduledSequence
 from deepinfer_jax.kernels.dispatch import ROW_TILE, Kernels
 from deepinfer_jax.kernels.profile import numerics_profile
 from deepinfer_jax.kernels.sample_tokens import Controls, Sampled
@@ -37,8 +37,8 @@ class Launched:
     place of its logits, count) of prompt rows whose logits are wanted."""
 
     logits: jax.Array
-    draws: list[tuple[Sequence, int]]
-    scored: list[tuple[Sequence, int, int, int]]
+    draws: list[tuple[ScheduledSequence, int]]
+    scored: list[tuple[ScheduledSequence, int, int, int]]
 
 
 class Runner:
@@ -47,13 +47,8 @@ class Runner:
     def __init__(self, params: Params, sizes: Sizes, kernels: Kernels) -> None:
         self.params, self.config, self.sizes, self.kernels = params, params.config, sizes, kernels
         self._profile = numerics_profile(params.numerics)
-        self._step = step_program(self.config, self._profile, kernels)
+        self._step = forward_program(self.config, self._profile, kernels)
         self._sample_rows = -(-sizes.slots // ROW_TILE) * ROW_TILE
-        self.reset()
-
-    def reset(self) -> None:
-        """A fresh state of zeros."""
-        sizes = self.sizes
         self._state = init_state(
             self.config,
             self._profile,
@@ -66,9 +61,9 @@ class Runner:
         self._page_table = np.full((sizes.slots, sizes.table_pages), -1, np.int32)
         self._starts = np.zeros((3, sizes.slots), np.int32)  # window_start, encoder_start, page_start
         self._tables: list[Any] | None = None  # what the last step was given, while it still holds
-        self._decoded: list[Sequence] = []  # the last step's sequences, if each ran a token from the device
-        self._last: Batch | None = None
-        self._one = np.zeros(0, np.int32)
+        self._repeated: list[ScheduledSequence] = []  # the last step's sequences, if each ran a token from the device
+        self._repeated_batch: Batch | None = None
+        self._row_is_used = np.zeros(0, np.int32)
 
     def close(self) -> None:
         """Free the device memory of the state."""
@@ -88,15 +83,15 @@ class Runner:
             self._state = restore_program()(self._state, self._rings, np.int32(number), np.int32(slot))
         self._update_tables(plan)
         batch, draws, scored = self._batch(plan)
-        logits, self._state = self._step(self.params, self._state, self._newest, batch)
-        return Launched(logits, draws, scored)
+        outputs, self._state = self._step(self.params, self._state, batch, self._newest)
+        return Launched(outputs.logits, draws, scored)
 
     def forward_empty(self, rows: int) -> Launched:
         """Launch a step of `rows` rows without a valid one: compiles it and changes nothing."""
         self._update_tables(Plan())
         batch, draws, scored = self._batch(Plan(), rows)
-        logits, self._state = self._step(self.params, self._state, self._newest, batch)
-        return Launched(logits, draws, scored)
+        outputs, self._state = self._step(self.params, self._state, batch, self._newest)
+        return Launched(outputs.logits, draws, scored)
 
     def copy_nothing(self) -> None:
         """Compile the snapshot programs: a slot is saved and restored unchanged."""
@@ -105,7 +100,9 @@ class Runner:
             self._rings = save_program()(self._rings, self._state, zero, zero)
             self._state = restore_program()(self._state, self._rings, zero, zero)
 
-    def sample(self, launched: Launched, draws: List[tuple[Sequence, int]], controls: Controls, top: int) -> Sampled:
+    def sample(
+        self, launched: Launched, draws: Sequence[tuple[ScheduledSequence, int]], controls: Controls, top: int
+    ) -> Sampled:
         """Draw the tokens of some of a step's rows; they become the newest ones of their slots."""
         count = len(draws)
         rows = np.zeros(self._sample_rows, np.int32)
@@ -146,20 +143,22 @@ class Runner:
 
     def _batch(
         self, plan: Plan, rows: int = 0
-    ) -> tuple[Batch, list[tuple[Sequence, int]], list[tuple[Sequence, int, int, int]]]:
+    ) -> tuple[Batch, list[tuple[ScheduledSequence, int]], list[tuple[ScheduledSequence, int, int, int]]]:
         decode = plan.decode
-        if not plan.pieces and decode and decode == self._decoded and decode[0].computed > len(decode[0].tokens):
+        if not plan.prompt_rows and decode and decode == self._repeated and decode[0].computed > len(decode[0].tokens):
             # The sequences of the step before once more, each with the token that step draws.
-            assert self._last is not None
-            self._last = dataclasses.replace(self._last, positions=self._last.positions + self._one)
-            return self._with_tables(self._last), list(zip(decode, range(len(decode)), strict=True)), []
+            assert self._repeated_batch is not None
+            self._repeated_batch = dataclasses.replace(
+                self._repeated_batch, positions=self._repeated_batch.positions + self._row_is_used
+            )
+            return self._with_tables(self._repeated_batch), list(zip(decode, range(len(decode)), strict=True)), []
         ids = [FROM_DEVICE if s.computed > len(s.tokens) else s.tokens[s.computed - 1] for s in decode]
         positions = [s.computed - 1 for s in decode]
         slots = [s.slot for s in decode]
         kept, wanted = list(range(len(decode))), list(range(len(decode)))
         draws = list(zip(decode, wanted, strict=True))
-        scored: list[tuple[Sequence, int, int, int]] = []
-        for piece in plan.pieces:
+        scored: list[tuple[ScheduledSequence, int, int, int]] = []
+        for piece in plan.prompt_rows:
             sequence, start, count, row = piece.sequence, piece.start, piece.count, len(ids)
             ids.extend(sequence.tokens[start : start + count])
             positions.extend(range(start, start + count))
@@ -186,10 +185,10 @@ class Runner:
             page_start=self._starts[2],  # type: ignore[arg-type]
             image_mask=np.zeros(size, bool),  # type: ignore[arg-type]
         )
-        repeats = bool(decode) and not plan.pieces and all(token == FROM_DEVICE for token in ids)
-        self._decoded, self._last = (list(decode), batch) if repeats else ([], None)
+        repeats = bool(decode) and not plan.prompt_rows and all(token == FROM_DEVICE for token in ids)
+        self._repeated, self._repeated_batch = (list(decode), batch) if repeats else ([], None)
         if repeats:
-            self._one = (batch.sequence >= 0).astype(np.int32)  # type: ignore[union-attr]
+            self._row_is_used = (batch.sequence >= 0).astype(np.int32)  # type: ignore[union-attr]
         return self._with_tables(batch), draws, scored
 
     def _with_tables(self, batch: Batch) -> Batch:

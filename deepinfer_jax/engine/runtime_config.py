@@ -60,7 +60,11 @@ class RuntimeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What a RuntimeConfig comes to for one model and machine."""
+    """What a RuntimeConfig comes to for one model and machine.
+
+    slots; rows: ascending rows of a step; logit_rows: most rows whose logits a step gives; table_pages: pages a
+    sequence may have; pages, snapshots: how many exist; page_bytes, snapshot_bytes: bytes of one.
+    """
 
     slots: int
     rows: tuple[int, ...]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 
 from deepinfer_jax.engine.pages import Node, PageStore, prefix_digests
 from deepinfer_jax.model.config import ModelConfig
@@ -36,6 +36,7 @@ class Geometry:
 
     @classmethod
     def of(cls, config: ModelConfig) -> Geometry:
+        """That of a model."""
         lookback = config.engram_max_ngram_size - 1 if config.engram_layer_ids else 0
         return cls(config.sliding_window, config.decoder_start, config.decoder_layers, lookback)
 
@@ -51,7 +52,7 @@ class Geometry:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Sequence:
+class ScheduledSequence:
     """One sample's tokens and where they stand. The scheduler owns every field after `shares`.
 
     tokens: prompt, and what was generated; its owner appends tokens as they are read. limit: most tokens it
@@ -60,10 +61,10 @@ class Sequence:
     shares: may use and publish cached prefixes.
     pending: tokens that are drawn, or will be in the step planned last, and are not read yet.
     computed: rows launched. prompt_end: rows that the running admission has to process before it generates.
-    entry: first row that it processes; cached: that of the first admission.
-    nodes, private: its pages, shared ones first; room: tokens that fit them.
+    first_row: first row that it processes; cached: that of the first admission.
+    nodes, private: its pages, shared ones first; capacity: tokens that fit them.
     decoder_from, window_start, encoder_start, page_start: see `Batch`. exact_from: first position whose
-    decoder window keys are exact in every layer. marks: page borders where a snapshot is wanted.
+    decoder window keys are exact in every layer. snapshot_positions: page borders where a snapshot is wanted.
     """
 
     arrival: int
@@ -77,29 +78,30 @@ class Sequence:
     pending: int = 0
     computed: int = 0
     prompt_end: int = 0
-    entry: int = 0
+    first_row: int = 0
     cached: int = -1
     digests: list[bytes] = dataclasses.field(default_factory=list)
     nodes: list[Node] = dataclasses.field(default_factory=list)
     private: list[int] = dataclasses.field(default_factory=list)
-    room: int = 0
+    capacity: int = 0
     decoder_from: int = 0
     window_start: int = 0
     encoder_start: int = 0
     page_start: int = 0
     exact_from: int = 0
-    marks: list[int] = dataclasses.field(default_factory=list)
+    snapshot_positions: list[int] = dataclasses.field(default_factory=list)
     snapshot_due: bool = False
 
     def pages(self) -> list[int]:
+        """Numbers of its pages, in the order of its tokens."""
         return [node.page for node in self.nodes] + self.private
 
 
 @dataclasses.dataclass(slots=True)
-class Piece:
+class PromptRows:
     """Prompt rows [start, start + count) of a sequence. draws: a token follows the last row."""
 
-    sequence: Sequence
+    sequence: ScheduledSequence
     start: int
     count: int
     draws: bool
@@ -109,19 +111,20 @@ class Piece:
 class Plan:
     """One step. Order of work: snapshots (slot, number), restores (number, slot), then the rows.
 
-    decode: sequences that run their newest token, row `computed - 1`; each draws the next one. pieces: prompt
+    decode: sequences that run their newest token, row `computed - 1`; each draws the next one. prompt_rows: prompt
     rows. admitted: sequences whose page table is new. grown: sequences whose page table changed."""
 
     snapshots: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     restores: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    admitted: list[Sequence] = dataclasses.field(default_factory=list)
-    grown: list[Sequence] = dataclasses.field(default_factory=list)
-    decode: list[Sequence] = dataclasses.field(default_factory=list)
-    pieces: list[Piece] = dataclasses.field(default_factory=list)
+    admitted: list[ScheduledSequence] = dataclasses.field(default_factory=list)
+    grown: list[ScheduledSequence] = dataclasses.field(default_factory=list)
+    decode: list[ScheduledSequence] = dataclasses.field(default_factory=list)
+    prompt_rows: list[PromptRows] = dataclasses.field(default_factory=list)
 
     @property
     def rows(self) -> int:
-        return len(self.decode) + sum(piece.count for piece in self.pieces)
+        """Rows of the step."""
+        return len(self.decode) + sum(piece.count for piece in self.prompt_rows)
 
 
 class Scheduler:
@@ -144,22 +147,23 @@ class Scheduler:
             raise ValueError(f"Scheduler: {rows} rows and {self.logit_rows} logits for {slots} slots; too few")
         self.store, self.geometry = store, geometry
         self.rows, self.chunk = rows, chunk or rows
-        self.waiting: list[Sequence] = []  # by arrival, newest first: the end is the front of the queue
-        self.running: list[Sequence] = []  # by arrival, oldest first
+        self.waiting: list[ScheduledSequence] = []  # by arrival, newest first: the end is the front of the queue
+        self.running: list[ScheduledSequence] = []  # by arrival, oldest first
         self._free_slots = list(range(slots - 1, -1, -1))
-        self._touched: dict[Sequence, None] = {}  # may have pages to publish
-        self._moved: dict[Sequence, None] = {}  # own pages were replaced by equal published ones
-        self._copies: list[tuple[int, int]] = []
-        self._promised: dict[bytes, Sequence] = {}  # pages that a running sequence is going to publish
+        self._may_publish: dict[ScheduledSequence, None] = {}  # may have pages to publish
+        self._other_pages: dict[ScheduledSequence, None] = {}  # own pages were replaced by equal published ones
+        self._snapshots_to_take: list[tuple[int, int]] = []
+        self._promised: dict[bytes, ScheduledSequence] = {}  # pages that a running sequence is going to publish
         self._logit_room = 0
         self.preemptions = 0
 
     # ---- requests ---------------------------------------------------------------------------------
 
     def pages_of(self, tokens: int) -> int:
+        """Pages that hold so many tokens."""
         return -(-tokens // PAGE)
 
-    def check(self, sequence: Sequence) -> None:
+    def check(self, sequence: ScheduledSequence) -> None:
         """ValueError if the sequence could never run."""
         needed = self.pages_of(sequence.limit)
         if needed > self.store.total:
@@ -168,15 +172,15 @@ class Scheduler:
                 "lower max_tokens or raise cache_bytes"
             )
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: ScheduledSequence) -> None:
         """Queue a sequence that has passed `check`."""
         bisect.insort(self.waiting, sequence, key=lambda s: -s.arrival)
 
-    def commit(self, sequence: Sequence) -> None:
+    def commit(self, sequence: ScheduledSequence) -> None:
         """The token under way was read; its owner appends it to `tokens` before the next plan."""
         sequence.pending -= 1
 
-    def finish(self, sequence: Sequence, *, sound: bool = True) -> None:
+    def finish(self, sequence: ScheduledSequence, *, sound: bool = True) -> None:
         """The sequence is over (or cancelled): its slot and pages are free again. sound: its pages are."""
         sequence.done = True
         sequence.shares &= sound
@@ -187,18 +191,19 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
+        """Whether anything runs or waits."""
         return bool(self.waiting or self.running)
 
     # ---- one step ---------------------------------------------------------------------------------
 
     def plan(self) -> Plan:
         """Choose the rows of the next step and account for them as launched."""
-        for sequence in self._touched:
+        for sequence in self._may_publish:
             if sequence.slot >= 0:
                 self._settle(sequence)
-        self._touched.clear()
-        plan = Plan(grown=list(self._moved))
-        self._moved.clear()
+        self._may_publish.clear()
+        plan = Plan(grown=list(self._other_pages))
+        self._other_pages.clear()
         room, self._logit_room = self.rows, self.logit_rows
         prefilling = False
         for sequence in list(self.running):  # the cost of a step grows with this loop
@@ -207,13 +212,13 @@ class Scheduler:
                 continue
             if sequence.slot < 0 or len(sequence.tokens) + sequence.pending >= sequence.limit:
                 continue
-            if sequence.computed >= sequence.room and not self._reserve(sequence, plan):
+            if sequence.computed >= sequence.capacity and not self._reserve(sequence, plan):
                 continue
             sequence.computed += 1
             sequence.pending += 1
             plan.decode.append(sequence)
             if not sequence.computed % PAGE:
-                self._touched[sequence] = None
+                self._may_publish[sequence] = None
         room -= len(plan.decode)
         self._logit_room -= len(plan.decode)
         if prefilling:
@@ -221,12 +226,12 @@ class Scheduler:
                 if room and sequence.computed < sequence.prompt_end:
                     room -= self._prefill(plan, sequence, room)
         self._admit(plan, room)
-        plan.snapshots, self._copies = self._copies, []
+        plan.snapshots, self._snapshots_to_take = self._snapshots_to_take, []
         return plan
 
-    def _prefill(self, plan: Plan, sequence: Sequence, room: int) -> int:
+    def _prefill(self, plan: Plan, sequence: ScheduledSequence, room: int) -> int:
         end = min(sequence.prompt_end, sequence.computed + min(room, self.chunk))
-        mark = next((m for m in sequence.marks if m > sequence.computed), end)
+        mark = next((m for m in sequence.snapshot_positions if m > sequence.computed), end)
         end = min(end, mark)
         if sequence.every_logit:
             end = min(end, sequence.computed + self._logit_room)
@@ -236,23 +241,23 @@ class Scheduler:
         if count == 0:
             return 0
         draws = end == sequence.prompt_end and not sequence.score_only
-        plan.pieces.append(Piece(sequence, sequence.computed, count, draws))
+        plan.prompt_rows.append(PromptRows(sequence, sequence.computed, count, draws))
         self._logit_room -= count if sequence.every_logit else draws
         sequence.computed = end
         sequence.pending += draws
-        sequence.snapshot_due = end in sequence.marks
-        self._touched[sequence] = None
+        sequence.snapshot_due = end in sequence.snapshot_positions
+        self._may_publish[sequence] = None
         return count
 
-    def _reserve(self, sequence: Sequence, plan: Plan) -> bool:
+    def _reserve(self, sequence: ScheduledSequence, plan: Plan) -> bool:
         """Give the sequence one more page; False: it had to give way itself."""
         while (pages := self.store.take(1)) is None:
             victim = self.running[-1]
-            self._preempt(victim)
+            self.preempt(victim)
             if victim is sequence:
                 return False
         sequence.private += pages
-        sequence.room += PAGE
+        sequence.capacity += PAGE
         plan.grown.append(sequence)
         return True
 
@@ -271,10 +276,10 @@ class Scheduler:
                 room -= self._prefill(plan, sequence, room)
             place -= 1
 
-    def _uses_cache(self, sequence: Sequence) -> bool:
+    def _uses_cache(self, sequence: ScheduledSequence) -> bool:
         return sequence.shares and not sequence.every_logit
 
-    def _promised_elsewhere(self, sequence: Sequence) -> bool:
+    def _promised_elsewhere(self, sequence: ScheduledSequence) -> bool:
         """An older sequence is computing the first page that this one would miss."""
         if not self._uses_cache(sequence) or not self._promised:
             return False
@@ -282,7 +287,7 @@ class Scheduler:
         found = len(self.store.match(sequence.digests))
         return found < len(sequence.digests) and sequence.digests[found] in self._promised
 
-    def _start(self, plan: Plan, sequence: Sequence) -> bool:
+    def _start(self, plan: Plan, sequence: ScheduledSequence) -> bool:
         """Give a slot and pages for all tokens known; False if pages are missing."""
         size = len(sequence.tokens)
         chain: list[Node] = []
@@ -290,7 +295,7 @@ class Scheduler:
             sequence.digests = prefix_digests(sequence.tokens, sequence.digests)
         if self._uses_cache(sequence):
             chain = self.store.match(sequence.digests)
-        start, node = self._entry(sequence, chain)
+        start, node = self._start_row(sequence, chain)
         for held in chain:
             self.store.hold(held)
         needed = self.pages_of(min(size + 1, sequence.limit)) - len(chain)
@@ -302,8 +307,8 @@ class Scheduler:
             return False
         sequence.slot = self._free_slots.pop()
         sequence.nodes, sequence.private = chain, pages
-        sequence.room = (len(chain) + len(pages)) * PAGE
-        sequence.prompt_end, sequence.computed, sequence.entry = size, start, start
+        sequence.capacity = (len(chain) + len(pages)) * PAGE
+        sequence.prompt_end, sequence.computed, sequence.first_row = size, start, start
         self._set_rows(sequence, start, node)
         if sequence.cached < 0:
             sequence.cached = start
@@ -317,12 +322,12 @@ class Scheduler:
         plan.admitted.append(sequence)
         return True
 
-    def _first_decoder_row(self, sequence: Sequence) -> int:
+    def _first_decoder_row(self, sequence: ScheduledSequence) -> int:
         if sequence.every_logit:
             return 0
         return max(0, len(sequence.tokens) - self.geometry.decoder_shadow - 1)
 
-    def _entry(self, sequence: Sequence, chain: List[Node]) -> tuple[int, Node | None]:
+    def _start_row(self, sequence: ScheduledSequence, chain: Sequence[Node]) -> tuple[int, Node | None]:
         """Where to start: (first row to process, page whose snapshot is restored or None)."""
         size, first = len(sequence.tokens), self._first_decoder_row(sequence)
         best, best_node = 0, None
@@ -336,19 +341,19 @@ class Scheduler:
             return restart, None
         return best, best_node
 
-    def _set_rows(self, sequence: Sequence, start: int, node: Node | None) -> None:
+    def _set_rows(self, sequence: ScheduledSequence, start: int, node: Node | None) -> None:
         """Which rows run through which layers, and where snapshots are due (design 2.9)."""
         g = self.geometry
         first = self._first_decoder_row(sequence)
         shared = len(sequence.nodes) * PAGE
         last = (len(sequence.tokens) - 1) // PAGE * PAGE  # the last page border inside the prompt
         marks = {last, shared} if sequence.shares and self.store.keeps_snapshots else set()
-        sequence.marks = sorted(m for m in marks if start < m < len(sequence.tokens))
+        sequence.snapshot_positions = sorted(m for m in marks if start < m < len(sequence.tokens))
         sequence.snapshot_due = False
         sequence.page_start = shared
         sequence.encoder_start = start if node is None else 0
         exact = start if node is not None or start == 0 else start + g.encoder_shadow  # encoder output is, from here
-        if last in sequence.marks:  # a few rows more, and the snapshot serves any continuation
+        if last in sequence.snapshot_positions:  # a few rows more, and the snapshot serves any continuation
             first = max(exact, min(first, max(0, last - g.decoder_shadow)))
         sequence.decoder_from = sequence.window_start = first
         sequence.exact_from = first + g.decoder_shadow - (g.window - 1) if first else 0
@@ -357,7 +362,7 @@ class Scheduler:
 
     # ---- leaving ----------------------------------------------------------------------------------
 
-    def _settle(self, sequence: Sequence) -> None:
+    def _settle(self, sequence: ScheduledSequence) -> None:
         """Publish pages that are computed and whose tokens are known; note a snapshot that is due."""
         if not sequence.shares:
             return
@@ -371,7 +376,7 @@ class Scheduler:
             node = self.store.publish(parent, digest, page)
             sequence.nodes.append(node)
             if node.page != page:
-                self._moved[sequence] = None
+                self._other_pages[sequence] = None
             self._unpromise(digest, sequence)
         if sequence.snapshot_due:
             sequence.snapshot_due = False
@@ -381,13 +386,13 @@ class Scheduler:
             if node.snapshot < 0 or (full and not node.full):
                 number = self.store.take_snapshot(node, full)
                 if number is not None:
-                    self._copies.append((sequence.slot, number))
+                    self._snapshots_to_take.append((sequence.slot, number))
 
-    def _unpromise(self, digest: bytes, sequence: Sequence) -> None:
+    def _unpromise(self, digest: bytes, sequence: ScheduledSequence) -> None:
         if self._promised.get(digest) is sequence:
             del self._promised[digest]
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: ScheduledSequence) -> None:
         self._settle(sequence)
         for digest in sequence.digests[len(sequence.nodes) :]:
             self._unpromise(digest, sequence)
@@ -399,11 +404,8 @@ class Scheduler:
         sequence.nodes, sequence.private = [], []
         sequence.slot, sequence.computed = -1, 0
 
-    def _preempt(self, sequence: Sequence) -> None:
+    def preempt(self, sequence: ScheduledSequence) -> None:
+        """Send a running sequence back to the queue; all its rows but cached ones are computed again later."""
         self._leave(sequence)
         self.preemptions += 1
         self.add(sequence)
-
-    def preempt(self, sequence: Sequence) -> None:
-        """Send a running sequence back to the queue (tests force this at random)."""
-        self._preempt(sequence)

@@ -14,15 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from deepinfer_jax.batching import Chunk, make_batch
 from deepinfer_jax.compile import jit
 from deepinfer_jax.kernels.dispatch import ROW_TILE, Kernels
 from deepinfer_jax.kernels.profile import NumericsProfile, numerics_profile
+from deepinfer_jax.logits import whole_sequence
 from deepinfer_jax.model.config import ModelConfig
 from deepinfer_jax.model.dspark import draft_block, draft_context
-from deepinfer_jax.model.forward import forward
 from deepinfer_jax.model.params import Params
-from deepinfer_jax.model.state import PAGE, Batch, State, init_state
+from deepinfer_jax.model.state import State, init_state
 
 ROWS = 128
 """Rows of a step."""
@@ -37,15 +36,6 @@ class Anchor:
 
     sequence: Sequence[int]
     start: int
-
-
-@functools.lru_cache(maxsize=4)
-def _taps_program(config: ModelConfig, profile: NumericsProfile, kernels: Kernels) -> Callable[..., Any]:
-    def step(params: Params, state: State, batch: Batch) -> tuple[jax.Array, State]:
-        outputs, state = forward(params, state, batch, config=config, profile=profile, kernels=kernels)
-        return outputs.taps, state
-
-    return jit(step, donate_argnums=1)
 
 
 @functools.lru_cache(maxsize=4)
@@ -73,18 +63,10 @@ class Drafter:
 
     def taps(self, ids: Sequence[int]) -> np.ndarray:
         """What the draft stages read of every position of a sequence: [T, targets * hidden_size]."""
-        pages = 1 << (-(-max(len(ids), 8 * PAGE) // PAGE) - 1).bit_length()  # one capacity up to 1,024 tokens
-        state = init_state(self.config, self.profile, slots=1, pages=pages, row_block=ROW_TILE)
-        table = np.arange(pages, dtype=np.int32)[None]
-        program = _taps_program(self.config, self.profile, self.kernels)
-        parts = []
-        for start in range(0, len(ids), ROWS):
-            piece = list(ids[start : start + ROWS])
-            chunk = Chunk(0, start, piece, len(ids), logits="none")
-            batch = make_batch(self.config, [chunk], table, rows=ROWS, logit_rows=ROW_TILE, replay="none")
-            taps, state = program(self.params, state, batch)
-            parts.append(np.asarray(taps)[: len(piece)])
-        return np.concatenate(parts)
+        calls = whole_sequence(
+            self.params, np.asarray(ids, np.int32), self.profile, self.kernels, logits=False, least_pages=8
+        )
+        return np.concatenate([np.asarray(outputs.taps)[:count] for outputs, count in calls])
 
     def draft(self, anchors: Sequence[Anchor], taps: Sequence[np.ndarray]) -> np.ndarray:
         """Greedy drafts int32 [len(anchors), block] at up to ANCHORS places, from the taps of their sequences."""

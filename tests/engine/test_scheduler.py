@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_jax.engine.pages import PageStore
-from deepinfer_jax.engine.scheduler import Geometry, Piece, Plan, Scheduler, Sequence
+from deepinfer_jax.engine.scheduler import Geometry, Plan, PromptRows, ScheduledSequence, Scheduler
 from deepinfer_jax.model.state import PAGE
 
 pytestmark = pytest.mark.fast
@@ -28,7 +28,7 @@ class Request:
     every_logit: bool
 
 
-def generated(sequence: Sequence, position: int) -> int:
+def generated(sequence: ScheduledSequence, position: int) -> int:
     """The token that the model device draws for a position."""
     return 1000 + position + sequence.tokens[0]
 
@@ -43,19 +43,21 @@ class Device:
         self.pages: dict[tuple[int, int], int] = {}  # (page, offset) -> hash
         self.rings: dict[int, int] = {}  # slot -> hash up to the newest row
         self.saved: dict[int, int] = {}
-        self.hashes: dict[Sequence, list[int]] = {}
-        self.ends: dict[Sequence, int] = {}
-        self.unread: list[Sequence] = []
+        self.hashes: dict[ScheduledSequence, list[int]] = {}
+        self.ends: dict[ScheduledSequence, int] = {}
+        self.unread: list[ScheduledSequence] = []
         self.steps = 0
 
-    def add(self, number: int, request: Request) -> Sequence:
-        sequence = Sequence(number, list(request.prompt), len(request.prompt) + request.limit, request.every_logit)
+    def add(self, number: int, request: Request) -> ScheduledSequence:
+        sequence = ScheduledSequence(
+            number, list(request.prompt), len(request.prompt) + request.limit, request.every_logit
+        )
         self.scheduler.check(sequence)
         self.scheduler.add(sequence)
         self.ends[sequence] = len(request.prompt) + min(request.length, request.limit)
         return sequence
 
-    def prefix(self, sequence: Sequence, size: int) -> int:
+    def prefix(self, sequence: ScheduledSequence, size: int) -> int:
         """Hash of the first `size` tokens, those that are not read yet included."""
         hashes = self.hashes.setdefault(sequence, [0])
         while len(hashes) <= size:
@@ -68,14 +70,14 @@ class Device:
         plan = self.scheduler.plan()
         self.steps += 1
         self.launch(plan)
-        drawn = plan.decode + [piece.sequence for piece in plan.pieces if piece.draws]
+        drawn = plan.decode + [piece.sequence for piece in plan.prompt_rows if piece.draws]
         unread, self.unread = self.unread, drawn
         self.read(unread)
         if not self.overlap:
             unread, self.unread = self.unread, []
             self.read(unread)
 
-    def read(self, unread: list[Sequence]) -> None:
+    def read(self, unread: list[ScheduledSequence]) -> None:
         for sequence in unread:
             self.scheduler.commit(sequence)
             if sequence.done:
@@ -86,7 +88,7 @@ class Device:
 
     def launch(self, plan: Plan) -> None:
         assert plan.rows <= self.rows
-        pieces = [Piece(s, s.computed - 1, 1, True) for s in plan.decode] + plan.pieces
+        pieces = [PromptRows(s, s.computed - 1, 1, True) for s in plan.decode] + plan.prompt_rows
         assert len({piece.sequence.slot for piece in pieces}) == len(pieces)
         for slot, number in plan.snapshots:
             self.saved[number] = self.rings[slot]
@@ -96,7 +98,7 @@ class Device:
             sequence, end = piece.sequence, piece.start + piece.count
             assert 0 <= sequence.slot < self.slots
             before = self.prefix(sequence, piece.start)
-            if piece.start == sequence.entry and sequence.entry:
+            if piece.start == sequence.first_row and sequence.first_row:
                 restored = any(slot == sequence.slot for _, slot in plan.restores)
                 assert restored == (sequence.encoder_start == 0)
                 assert not restored or self.rings[sequence.slot] == before
@@ -229,7 +231,7 @@ def test_what_can_never_run_is_refused() -> None:
     """Guards the queue against a request that would wait for ever."""
     scheduler = Scheduler(PageStore(2, 0), GEOMETRY, slots=1, rows=8)
     with pytest.raises(ValueError, match="need 3 pages of the cache, which has 2; lower max_tokens or raise"):
-        scheduler.check(Sequence(0, [1] * 10, 3 * PAGE))
+        scheduler.check(ScheduledSequence(0, [1] * 10, 3 * PAGE))
     with pytest.raises(ValueError, match="too few"):
         Scheduler(PageStore(2, 0), GEOMETRY, slots=9, rows=8)
 

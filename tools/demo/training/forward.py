@@ -26,7 +26,7 @@ from deepinfer_jax.kernels.row_dot import row_dot
 from deepinfer_jax.kernels.top_k.xla import order_key
 from deepinfer_jax.model.attention import project_output, project_query
 from deepinfer_jax.model.config import ModelConfig
-from deepinfer_jax.model.engram_hash import engram_tables
+from deepinfer_jax.model.engram import hash_constants
 from deepinfer_jax.model.exchange import LOCAL_EXCHANGE
 from deepinfer_jax.model.flow import Setting
 from deepinfer_jax.model.layer import mix
@@ -125,16 +125,7 @@ def engram_row_ids(config: ModelConfig, token_map: jax.Array, tokens: jax.Array)
     flat = jnp.stack(columns, axis=-1).reshape(-1, config.engram_max_ngram_size)
     result = []
     for which in range(len(config.engram_layer_ids)):
-        tables = engram_tables(
-            config.engram_layer_ids,
-            which,
-            config.engram_max_ngram_size,
-            config.engram_n_heads,
-            config.engram_vocab_size,
-            config.engram_compressed_vocab_size,
-        )
-        constants = (jnp.asarray(tables.products), jnp.asarray(tables.moduli), jnp.asarray(tables.offsets))
-        result.append(engram_hash(flat, *constants).reshape(*tokens.shape, -1))
+        result.append(engram_hash(flat, *hash_constants(config, which)).reshape(*tokens.shape, -1))
     return jnp.stack(result)
 
 
