@@ -178,12 +178,19 @@ def _count(rng: Rng, _: Split) -> Problem:
     return Problem(f"count {message}", message, str(letters.count(asked)), plan="Look at each letter.")
 
 
+def _weekday_plan(start: int, days: int, step: int) -> str:
+    """Whole weeks are taken away, then the days are counted: "10-7=3", "1 Tuesday", "2 Wednesday", "3 Thursday"."""
+    rest = days % 7
+    counted = [f"{i} {WEEKDAYS[(start + step * i) % 7]}" for i in range(1, rest + 1)]
+    return "\n".join([f"{days}-{days - rest}={rest}", *counted])
+
+
 def _weekday(rng: Rng, _: Split) -> Problem:
-    start, days, back = _integer(rng, 0, 6), _integer(rng, 1, 30), bool(rng.integers(2))
-    word = "before" if back else "after"
+    start, days, step = _integer(rng, 0, 6), _integer(rng, 1, 150), (1, -1)[_integer(rng, 0, 1)]
+    word = "after" if step == 1 else "before"
     message = f"Which day is {days} day{'s' * (days > 1)} {word} {WEEKDAYS[start]}?"
-    answer = WEEKDAYS[(start - days if back else start + days) % 7]
-    return Problem(f"weekday {message}", message, answer, plan="Count in weeks of seven days.")
+    answer = WEEKDAYS[(start + step * days) % 7]
+    return Problem(f"weekday {message}", message, answer, plan=_weekday_plan(start, days, step))
 
 
 def _sum(rng: Rng, digits: int) -> tuple[int, str, int]:
@@ -192,6 +199,11 @@ def _sum(rng: Rng, digits: int) -> tuple[int, str, int]:
     if rng.integers(2):
         return a, "+", b
     return max(a, b), "-", min(a, b)
+
+
+def _digits_without_trace(rng: Rng, split: Split) -> int:
+    """Tests have two digits; half of the training has three, which low efforts of the task "effort" ask for."""
+    return 2 if split == "test" or rng.integers(2) else 3
 
 
 def _product(rng: Rng, digits: int) -> tuple[int, str, int]:
@@ -207,23 +219,31 @@ def _arithmetic(a: int, sign: str, b: int) -> Problem:
     return Problem(problem, f"What is {text}?", answer, plan=lambda n: arithmetic.trace(a, sign, b, n), facts=facts)
 
 
-def _recall(rng: Rng, split: Split) -> Problem:
-    """Look up values in 20 to 120 pairs; training asks for up to eight, the test for one.
+def _recall_sizes(rng: Rng, split: Split) -> tuple[int, int]:
+    """(pairs, look-ups). A test looks up one of 60 to 180 pairs.
 
-    The fact "distance" is the number of tokens from the (first) asked pair to the end of the list.
+    Half of the training lists are short, down to 2 pairs, and most ask for many: what a short list teaches
+    carries over to long ones, and only the values of looked-up keys teach anything.
     """
-    count = _integer(rng, 20, 120)
+    if split == "test":
+        return _integer(rng, 60, 180), 1
+    count = _integer(rng, 20, 180) if rng.integers(2) else int(2 * 10 ** rng.random())
+    return count, 1 if rng.random() < 0.1 else _integer(rng, 1, min(count, 60))
+
+
+def _recall(rng: Rng, split: Split) -> Problem:
+    """Look up values in a list of pairs, a line of four tokens each: dash, key, value, line end.
+
+    The fact "distance" is the number of tokens from the (first) asked pair to the end of the list. Lists are long
+    enough that a random selection of entries seldom holds the right one.
+    """
+    count, lookups = _recall_sizes(rng, split)
     keys = _choose(rng, WORDS, count)
-    if rng.integers(2):
-        values = [WORDS[i] for i in rng.integers(0, len(WORDS), count)]
-    else:
-        values = [str(n) for n in rng.integers(10, 100, count)]
-    pairs = [f"{key} = {value}" for key, value in zip(keys, values, strict=True)]
-    asked = [int(i) for i in rng.choice(count, 1 if split == "test" else _integer(rng, 1, 8), replace=False)]
-    message = f"Pairs: {', '.join(pairs)}.\n\nLook up: {', '.join(keys[i] for i in asked)}"
+    pairs = [f"{key} {WORDS[int(i)]}" for key, i in zip(keys, rng.integers(0, len(WORDS), count), strict=True)]
+    asked = [int(i) for i in rng.choice(count, lookups, replace=False)]
+    message = "\n".join(["Pairs:", *(f"- {pair}" for pair in pairs), f"Look up: {', '.join(keys[i] for i in asked)}"])
     content = ", ".join(pairs[i] for i in asked)
-    per_pair = 4 if values[0] in WORDS else 6  # tokens: key, =, value, comma; a number is a space and two digits
-    facts = {"pairs": count, "distance": (count - asked[0]) * per_pair}
+    facts = {"pairs": count, "distance": (count - asked[0]) * 4}
     return Problem(f"recall {message}", message, content, plan="Find the pairs.", facts=facts)
 
 
@@ -295,8 +315,8 @@ TASKS: dict[str, Task] = {
         Task("sort", _sort),
         Task("extreme", _extreme),
         Task("count", _count),
-        Task("weekday", _weekday),
-        Task("add", lambda rng, _: _arithmetic(*_sum(rng, 2)), thinking=False),
+        Task("weekday", _weekday, thinking=True, efforts=(34, 100)),
+        Task("add", lambda rng, split: _arithmetic(*_sum(rng, _digits_without_trace(rng, split))), thinking=False),
         Task("add_thinking", lambda rng, _: _arithmetic(*_sum(rng, 3)), thinking=True, efforts=(34, 100)),
         Task("effort", lambda rng, _: _arithmetic(*_sum(rng, 3)), thinking=True),
         Task("multiply", lambda rng, _: _arithmetic(*_product(rng, 3)), thinking=True, efforts=(34, 100)),

@@ -5,7 +5,8 @@
 
 `batch_block` is a pure function of its arguments, and `Prefetch` gives exactly its blocks, made by worker processes.
 Row layout: BOS of a document, documents one after the other, cut at the end of the row. weights[..., i] is ten times
-the loss weight of token i as a *target*: 10 for texts and for answers with their EOS, 1 for prompts, 0 for BOS.
+the loss weight of token i as a *target*: 10 for answers with their EOS and for texts of which there is enough, 9 for
+texts that are seen many times, 1 for prompts, 0 for BOS.
 
 Importing this module imports neither jax nor the package; the workers import both, with jax held to the CPU.
 """
@@ -33,18 +34,22 @@ Rng = np.random.Generator
 
 ROOT = Path(__file__).resolve().parents[2]
 BOS = 0
-TEXT, PROMPT, SKIP = 10, 1, 0
+FULL, REPEATED, PROMPT, SKIP = 10, 9, 1, 0
 
 TEXTS: Mapping[str, float] = {
-    "austen": 8.5, "shakespeare": 9.5, "mobydick": 3.5, "milton": 1.5, "devil": 1.0,
-    "sqlite": 5.0, "pydoc": 6.5, "postgres": 4.5, "wordnet": 5.0,
+    "austen": 7.5, "shakespeare": 7.5, "mobydick": 2.0, "milton": 1.3, "devil": 0.8,
+    "sqlite": 4.0, "pydoc": 5.5, "postgres": 4.0, "wordnet": 10.0,
 }  # fmt: skip
 """Share of all tokens, in percent, of each source of text."""
 
+SEEN_ONCE = frozenset({"wordnet"})
+"""Texts that are large enough for their share: their tokens weigh as much as answers, others a little less, by which
+training knows which texts have to be made harder to learn by heart."""
+
 TASKS: Mapping[str, float] = {
-    "continue": 3.0, "define": 5.0, "recall": 10.0, "record": 6.0, "tool_call": 5.0, "talk": 0.3,
-    "add": 3.0, "add_thinking": 5.0, "effort": 3.0, "multiply": 3.0,
-    "copy": 2.5, "reverse": 2.5, "sort": 2.5, "count": 1.5, "extreme": 1.5, "weekday": 1.5,
+    "continue": 2.5, "define": 6.0, "recall": 12.0, "record": 4.0, "tool_call": 5.0, "talk": 0.3,
+    "add": 6.0, "add_thinking": 4.0, "effort": 4.1, "multiply": 2.5,
+    "copy": 2.2, "reverse": 2.8, "sort": 2.0, "count": 1.3, "extreme": 1.0, "weekday": 1.7,
 }  # fmt: skip
 """Share of all tokens, in percent, of each task, prompts included."""
 
@@ -94,8 +99,8 @@ def _texts(data_dir: str, split: str) -> Texts:
     return Texts(Path(data_dir), split)
 
 
-def _weights_of_text(ids: Tokens) -> Weights:
-    return np.where(ids == BOS, SKIP, TEXT).astype(np.uint8)
+def _weights_of_text(source: str, ids: Tokens) -> Weights:
+    return np.where(ids == BOS, SKIP, FULL if source in SEEN_ONCE else REPEATED).astype(np.uint8)
 
 
 def _continuation(texts: Texts, rng: Rng) -> tuple[list[int], list[int]]:
@@ -162,7 +167,7 @@ class _Writer:
             return np.full(length, BOS, np.uint16), np.zeros(length, np.uint8)
         source = list(TEXTS)[min(int(np.searchsorted(self._sources, self._rng.random())), len(TEXTS) - 1)]
         ids = self._texts.slice(source, self._rng, length)
-        return ids, _weights_of_text(ids)
+        return ids, _weights_of_text(source, ids)
 
     def row(self, length: int) -> tuple[Tokens, Weights]:
         """One row of `length` tokens."""
@@ -180,7 +185,7 @@ class _Writer:
                 break
             self._pending = None
             ids += [*prompt, *answer]
-            weights += [SKIP, *[PROMPT] * (len(prompt) - 1), *[TEXT] * len(answer)]
+            weights += [SKIP, *[PROMPT] * (len(prompt) - 1), *[FULL] * len(answer)]
             if len(ids) >= length:
                 break
         row, row_weights = np.array(ids[:length], np.uint16), np.array(weights[:length], np.uint8)
@@ -245,7 +250,7 @@ def heldout_block(
     for row in range(rows):
         if source in TEXTS:
             tokens[row] = texts.slice(source, rng, length + 1)
-            weights[row] = _weights_of_text(tokens[row])
+            weights[row] = _weights_of_text(source, tokens[row])
             continue
         at = 0
         while True:
@@ -254,7 +259,7 @@ def heldout_block(
             if end > length + 1:
                 break
             tokens[row, at:end] = [*prompt, *answer]
-            weights[row, at + len(prompt) : end] = TEXT
+            weights[row, at + len(prompt) : end] = FULL
             at = end
     return tokens, weights
 
@@ -407,7 +412,7 @@ def main() -> None:
     tokens, weights = batch_step(arguments.folder, 0, 0, 1)
     seconds = time.perf_counter() - begin
     print(f"{tokens.size / seconds:.0f} tokens/s in one process")
-    for weight in (SKIP, PROMPT, TEXT):
+    for weight in (SKIP, PROMPT, REPEATED, FULL):
         print(f"weight {weight:2}: {np.mean(weights == weight):.3f} of the tokens")
 
 

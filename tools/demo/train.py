@@ -61,8 +61,24 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-evaluation", action="store_true")
     parser.add_argument("--cache", type=Path, help="folder of compiled programs")
     parser.add_argument("--also", nargs="*", default=[], choices=tuple(SCHEDULES), help="compile these for --cache")
+    parser.add_argument(
+        "--share", action="append", default=[], metavar="NAME=PERCENT", help="change the share of a text or task"
+    )
     parser.add_argument("--rehearse", action="store_true", help="measure all phases on random tokens")
     return parser.parse_args()
+
+
+def mix_of(changes: list[str]) -> dict[str, float]:
+    """Shares of all texts and tasks, with changes "NAME=PERCENT"; what they add up to does not matter."""
+    import data
+
+    mix = dict(data.MIX)
+    for change in changes:
+        name, _, percent = change.partition("=")
+        if name not in mix:
+            raise ValueError(f"--share {change}: {name!r} is no text and no task; known: {', '.join(mix)}")
+        mix[name] = float(percent)
+    return mix
 
 
 def random_blocks(steps: int, rows: int, length: int, vocab: int, seed: int) -> Iterator[Any]:
@@ -130,8 +146,9 @@ def train(arguments: argparse.Namespace) -> None:
         import data
 
         first = {"p1": 0, "p2": 100_000, "p3": 200_000}[name]
+        folder, steps, mix = arguments.data, arguments.block_steps, mix_of(arguments.share)
         source = blocks = data.Prefetch(
-            arguments.data, arguments.seed, first, 90_000, arguments.block_steps, rows, arguments.workers, length=length
+            folder, arguments.seed, first, 90_000, steps, rows, arguments.workers, length=length, mix=mix
         )
     try:
         step = phase.compile_step((arguments.block_steps, rows, length + 1))

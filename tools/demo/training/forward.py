@@ -200,14 +200,18 @@ def _index(
 
 
 def _select(
-    setting: Setting, layer: int, scores: jax.Array, attention: Attention, earlier: Selection | None
+    setting: Setting,
+    layer: int,
+    scores: jax.Array,
+    documents: jax.Array,
+    attention: Attention,
+    earlier: Selection | None,
 ) -> Selection:
-    """What index source `layer` publishes."""
+    """What index source `layer` publishes. documents: int32 [B, T]."""
     config = setting.config
     kind = layer_kind(config, layer)
     ratio = kind.compress_ratio
-    tokens, entries = scores.shape[1:]
-    visible = jnp.asarray(visible_entries(tokens, entries, ratio))
+    visible = visible_entries(documents, scores.shape[2], ratio)
     candidates = earlier.candidates if earlier is not None else None
     candidate_scores = earlier.candidate_scores if earlier is not None else None
     if attention == "dense":
@@ -291,14 +295,15 @@ def _attention_layer(
     p: LayerParams,
     x: jax.Array,
     flow: Stream,
-    shape: tuple[int, int],
+    documents: jax.Array,
     measure: bool,
 ) -> tuple[jax.Array, Stream, dict[str, jax.Array]]:
     """Attention output [B * T, D], the flow with what a source publishes, index losses of the layer."""
     config, profile, run = setting.config, setting.profile, setting.kernels
     kind = layer_kind(config, layer)
     ratio = kind.compress_ratio
-    batch, tokens = shape
+    batch, tokens = documents.shape
+    shape = (batch, tokens)
     positions = jnp.tile(jnp.arange(tokens, dtype=jnp.int32), batch)
     queries, q_low = project_query(setting, p, x, positions, ratio)
     window = run(row_dot, x, p["attn.wkv"], quantize_input=profile.quantize_activations)
@@ -310,7 +315,9 @@ def _attention_layer(
     if kind.index_source:
         assert flow.source is not None
         scores = checkpoint_name(_index(setting, p, x, q_low, positions, flow.source, ratio), SAVED)
-        flow = dataclasses.replace(flow, selection=_select(setting, layer, scores, attention, flow.selection))
+        flow = dataclasses.replace(
+            flow, selection=_select(setting, layer, scores, documents, attention, flow.selection)
+        )
     source = flow.source if ratio else None
     selection = flow.selection if ratio else None
     heads, share = attend(
@@ -321,6 +328,7 @@ def _attention_layer(
         None if source is None else source.entries,
         None if selection is None else selection.mask,
         p["attn.attn_sink"],
+        documents,
     )
     extra = {}
     share = None if share is None else lax.stop_gradient(share).astype(jnp.float32)
@@ -355,7 +363,7 @@ def _layer(
     row_ids: jax.Array | None,
     flow: Stream,
     dropout: Dropout | None,
-    shape: tuple[int, int],
+    documents: jax.Array,
 ) -> tuple[Stream, dict[str, jax.Array]]:
     """One layer; returns the flow and what it reports (tap, expert load, losses)."""
     config, run = setting.config, setting.kernels
@@ -369,7 +377,7 @@ def _layer(
         report["tap"] = run(stream_mean, streams)
     pre, post, comb = mix(setting, p, "attn", streams)
     x = run(collapse_norm, streams, flow.pre, p["attn_norm"], eps=eps)
-    y, flow, extra = _attention_layer(setting, attention, layer, p, x, flow, shape, measure)
+    y, flow, extra = _attention_layer(setting, attention, layer, p, x, flow, documents, measure)
     if dropout is not None:
         y = dropout.elements(layer, 0, y)
     streams = run(expand, y, streams, post, comb)
@@ -380,7 +388,7 @@ def _layer(
         y = dropout.elements(layer, 1, y)
     report |= extra
     report["load"] = jnp.mean(chosen.astype(jnp.float32), axis=0)
-    report["balance_loss"] = balance_loss(chosen, scores, shape[0], k)
+    report["balance_loss"] = balance_loss(chosen, scores, documents.shape[0], k)
     return dataclasses.replace(flow, streams=run(expand, y, streams, post, comb), pre=next_pre), report
 
 
@@ -410,6 +418,7 @@ def backbone(
     tokens: jax.Array,
     *,
     attention: Attention,
+    documents: jax.Array | None = None,
     measure: bool = False,
     dropout: Dropout | None = None,
 ) -> Hidden:
@@ -418,6 +427,8 @@ def backbone(
     Args:
         values: float32 weights as products use them (`forward_values`).
         token_map: int32 [vocab_size], Engram classes. tokens: int32 [B, T], T a multiple of the window.
+        documents: int32 [B, T], which document of its row a token belongs to, ascending: attention stays inside,
+            as requests do not see each other. Default: a row is one document. Engram's n-grams do not stop.
         measure: also report the recall of the real selection (with attention="dense").
         dropout: noise of a training step.
     """
@@ -428,6 +439,7 @@ def backbone(
     streams = jnp.broadcast_to(embedded[:, None], (batch * length, config.hc_mult, config.hidden_size))
     pre = jnp.zeros((batch * length, config.hc_mult), jnp.float32).at[:, 0].set(1.0)
     flow = Stream(streams, pre)
+    documents = jnp.zeros((batch, length), jnp.int32) if documents is None else documents
     reports = []
     policy = jax.checkpoint_policies.save_only_these_names(SAVED)
     for layer in range(config.num_hidden_layers):
@@ -435,8 +447,8 @@ def backbone(
         ids = None
         if layer in config.engram_layer_ids and row_ids is not None:
             ids = row_ids[config.engram_layer_ids.index(layer)].reshape(batch * length, -1)
-        run = jax.checkpoint(functools.partial(body, shape=(batch, length)), policy=policy)
-        flow, report = run(layer_values(values, f"layers.{layer}."), ids, flow, dropout)
+        run = jax.checkpoint(body, policy=policy)
+        flow, report = run(layer_values(values, f"layers.{layer}."), ids, flow, dropout, documents)
         reports.append(report)
     taps = [report["tap"] for report in reports if "tap" in report]
     losses = {}

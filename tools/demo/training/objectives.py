@@ -16,8 +16,9 @@ from .draft import draft_blocks
 from .forward import TRAINING_BF16, Attention, Dropout, Hidden, backbone, head_logits, setting_of
 from .weights import forward_values
 
-FULL_WEIGHT = 10
-"""Loss weight, in tenths, of text to be learned; prompts of tasks have less."""
+FULL_WEIGHT, REPEATED_WEIGHT = 10, 9
+"""Loss weights, in tenths, of what is to be learned: answers and large texts, texts seen many times. Prompts of tasks
+have less (`data.py`)."""
 
 Metrics = dict[str, jax.Array]
 
@@ -60,20 +61,31 @@ def _cross_entropy(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax
     return jax.nn.logsumexp(logits, axis=-1) - chosen, best
 
 
-def in_task(weights: jax.Array) -> jax.Array:
-    """bool [B, T]: tokens of documents that start with a prompt, from weights [B, T + 1] of all tokens.
+def _second_weight(weights: jax.Array) -> jax.Array:
+    """[B, T + 1]: weight of the second token of the document that a token belongs to.
 
-    A document starts where the weight is 0; its second token has full weight in a text and less in a prompt.
+    A document starts where the weight is 0; its second token has at least REPEATED_WEIGHT in a text and less in a
+    prompt.
     """
     places = jnp.arange(weights.shape[1])
     start = lax.cummax(jnp.where(weights == 0, places, 0), axis=1)
-    second = jnp.take_along_axis(weights, jnp.minimum(start + 1, places[-1]), axis=1)
-    return ((second > 0) & (second < FULL_WEIGHT))[:, 1:]
+    return jnp.take_along_axis(weights, jnp.minimum(start + 1, places[-1]), axis=1)
+
+
+def documents_of(weights: jax.Array) -> jax.Array:
+    """int32 [B, T]: which document of its row an input token belongs to, from weights [B, T + 1]."""
+    return jnp.cumsum(weights[:, :-1] == 0, axis=1, dtype=jnp.int32)
+
+
+def in_task(weights: jax.Array) -> jax.Array:
+    """bool [B, T]: tokens of documents that start with a prompt, from weights [B, T + 1] of all tokens."""
+    second = _second_weight(weights)
+    return ((second > 0) & (second < REPEATED_WEIGHT))[:, 1:]
 
 
 def text_metrics(loss: jax.Array, right: jax.Array, weights: jax.Array) -> Metrics:
     """Losses of texts and of task answers. loss, right: [B, T]; weights: tenths, of all tokens [B, T + 1]."""
-    full, task = weights[:, 1:] == FULL_WEIGHT, in_task(weights)
+    full, task = weights[:, 1:] >= REPEATED_WEIGHT, in_task(weights)
     text, answer = ((full & part).astype(jnp.float32) for part in (~task, task))
     return {
         "text_loss": _weighted_mean(loss, text),
@@ -87,11 +99,11 @@ def text_metrics(loss: jax.Array, right: jax.Array, weights: jax.Array) -> Metri
 def regularized(
     config: ModelConfig, inputs: jax.Array, weights: jax.Array, key: jax.Array
 ) -> tuple[jax.Array, Dropout]:
-    """Inputs [B, T] with some tokens of texts replaced by the noise token, and the dropout of texts.
+    """Inputs [B, T] with some tokens of repeated texts replaced by the noise token, and the dropout of those texts.
 
-    Texts are seen many times and exercises once, so exercises are left alone. weights: tenths [B, T + 1].
+    weights: tenths [B, T + 1].
     """
-    text = jnp.concatenate([~in_task(weights), jnp.zeros_like(weights[:, :1], bool)], axis=1)[:, :-1]
+    text = (_second_weight(weights) == REPEATED_WEIGHT)[:, :-1]
     hidden = text & (jax.random.uniform(jax.random.fold_in(key, 1), inputs.shape) < TEXT_NOISE)
     flat = text.reshape(-1).astype(jnp.float32)
     noise = config.dspark_noise_token_id
@@ -117,7 +129,16 @@ def backbone_loss(
     inputs, dropout = tokens[:, :-1], None
     if key is not None:
         inputs, dropout = regularized(config, inputs, label_weights, key)
-    hidden = backbone(setting, values, token_map, inputs, attention=phase.attention, measure=measure, dropout=dropout)
+    hidden = backbone(
+        setting,
+        values,
+        token_map,
+        inputs,
+        attention=phase.attention,
+        documents=documents_of(label_weights),
+        measure=measure,
+        dropout=dropout,
+    )
     labels = tokens[:, 1:]
 
     def head(streams: jax.Array, pre: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -14,7 +14,7 @@ from jax import lax
 from deepinfer_jax.model.config import ModelConfig
 
 from .forward import backbone, setting_of
-from .objectives import PHASES, Metrics, backbone_loss, choose_anchors, draft_loss
+from .objectives import PHASES, Metrics, backbone_loss, choose_anchors, documents_of, draft_loss
 from .optimizer import OptimizerState, apply_gradients, balance_biases
 from .weights import Weights, bias_names, forward_values, trained_names
 
@@ -56,11 +56,12 @@ def _rows(block: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _frozen_backbone(
-    config: ModelConfig, frozen: Mapping[str, jax.Array], token_map: jax.Array, tokens: jax.Array
+    config: ModelConfig, frozen: Mapping[str, jax.Array], token_map: jax.Array, tokens: jax.Array, counts: jax.Array
 ) -> tuple[Weights, Any]:
     phase = PHASES["p3"]
     values = jax.tree.map(lax.stop_gradient, forward_values(config, frozen, phase.quantize))
-    hidden = backbone(setting_of(config, phase.profile), values, token_map, tokens[:, :-1], attention=phase.attention)
+    setting, documents = setting_of(config, phase.profile), documents_of(counts)
+    hidden = backbone(setting, values, token_map, tokens[:, :-1], attention=phase.attention, documents=documents)
     return values, jax.tree.map(lax.stop_gradient, hidden)
 
 
@@ -81,7 +82,7 @@ def make_step(config: ModelConfig, phase_name: str, anchors: int = ANCHORS) -> C
         if phase_name != "p3":
             noise = jax.random.fold_in(jax.random.key(21), step)
             return backbone_loss(config, phase, {**trained, **biases}, token_map, tokens, counts, key=noise)
-        values, hidden = _frozen_backbone(config, frozen, token_map, tokens)
+        values, hidden = _frozen_backbone(config, frozen, token_map, tokens, counts)
         key = jax.random.fold_in(jax.random.key(20), step)
         places = choose_anchors(key, counts, anchors, config.dspark_block_size)
         return draft_loss(config, phase, {**trained, **biases}, values, hidden, tokens, counts, places)
@@ -121,7 +122,7 @@ def make_evaluation(config: ModelConfig, phase_name: str, anchors: int = ANCHORS
         if phase_name != "p3":
             measure = phase.attention == "dense"
             return backbone_loss(config, phase, weights, token_map, tokens, counts, measure=measure)[1][0]
-        values, hidden = _frozen_backbone(config, frozen, token_map, tokens)
+        values, hidden = _frozen_backbone(config, frozen, token_map, tokens, counts)
         places = choose_anchors(jax.random.key(30), counts, anchors, config.dspark_block_size)
         return draft_loss(config, phase, weights, values, hidden, tokens, counts, places)[1][0]
 
