@@ -13,6 +13,8 @@ from .conftest import Known
 
 SCHEDULES = 200
 LONG_SCHEDULES = 5000
+MOST_FORCED = 50
+"""Preemptions that a schedule forces, at most: with small chunks a long prompt would never get to its end."""
 
 
 def run_schedule(seed: int, known: list[Known], make_engine: Callable[..., Engine]) -> dict[str, int]:
@@ -34,12 +36,14 @@ def run_schedule(seed: int, known: list[Known], make_engine: Callable[..., Engin
     cancelled: set[int] = set()
     calls = []
     waiting = list(enumerate(chosen))
+    forced = 0
     while waiting or not all(call.done for _, call in calls):
         for _ in range(min(len(waiting), rng.choice([0, 1, 4, 63]))):
             i, item = waiting.pop(0)
             calls.append((i, engine.submit([item.prompt], item.sampling)))
         engine.step()
-        if rng.random() < preempting and engine.scheduler.running:
+        if rng.random() < preempting and engine.scheduler.running and forced < MOST_FORCED:
+            forced += 1
             engine.scheduler.preempt(rng.choice(engine.scheduler.running))
         if rng.random() < cancelling and count > 1 and calls:
             i, call = rng.choice(calls)
