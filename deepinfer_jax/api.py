@@ -9,7 +9,7 @@ from typing import Any, Literal
 from deepinfer_jax.engine.engine import Call, Engine, GenerationError
 from deepinfer_jax.engine.request import Request
 from deepinfer_jax.engine.runtime_config import RuntimeConfig
-from deepinfer_jax.kernels.dispatch import Kernels
+from deepinfer_jax.kernels.dispatch import Implementation, Kernels
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.state import PAGE
 from deepinfer_jax.outputs import Logprobs, RequestOutput, TokenEvent
@@ -23,11 +23,15 @@ _MIN_PAGES = 32
 
 
 def _runtime(
-    params: Params, requests: Sequence[Request], runtime: RuntimeConfig | None, kernels: Kernels | None
+    params: Params,
+    requests: Sequence[Request],
+    runtime: RuntimeConfig | None,
+    implementation: Implementation | None,
+    kernels: Kernels | None,
 ) -> RuntimeConfig:
     """Sizes for one call: few context sizes, so that few programs are compiled."""
-    if runtime is not None and kernels is not None:
-        raise ValueError("give kernels as RuntimeConfig.kernels")
+    if runtime is not None and (kernels is not None or implementation is not None):
+        raise ValueError("give implementation and kernels as fields of RuntimeConfig")
     if runtime is not None:
         return runtime
     context = params.config.max_position_embeddings
@@ -37,7 +41,7 @@ def _runtime(
         limit = room if request.sampling.max_tokens is None else min(room, request.sampling.max_tokens)
         longest = max(longest, len(request.token_ids) + limit)
     pages = max(_MIN_PAGES, 1 << (-(-longest // PAGE) - 1).bit_length())
-    return RuntimeConfig(context=min(context, pages * PAGE), kernels=kernels or Kernels())
+    return RuntimeConfig(context=min(context, pages * PAGE), implementation=implementation, kernels=kernels)
 
 
 def generate(
@@ -53,6 +57,7 @@ def generate(
     progress: bool | None = None,
     errors: Literal["raise", "return"] = "raise",
     runtime: RuntimeConfig | None = None,
+    implementation: Implementation | None = None,
     kernels: Kernels | None = None,
     **changes: Any,
 ) -> list[RequestOutput]:
@@ -74,14 +79,15 @@ def generate(
         errors: "raise": a bad prompt raises before any device work, and one that fails later raises
             GenerationError, which holds all results; "return": its result carries `error`.
         runtime: sizes of the engine; they change speed and memory only.
-        kernels: implementation of each op.
+        implementation: "xla", "mosaic_gpu" (docs/kernels.md) or None: chosen for the device and the model.
+        kernels: implementation of each op by name, in place of `implementation`.
     Raises: TypeError for an unknown keyword, ValueError for bad input, GenerationError.
     """
     options = Options(tools, thinking, reasoning_effort)
     requests, bad, count = make_requests(params, prompts, sampling, tokenizer, options, changes)
     if bad and errors == "raise":
         raise ValueError("; ".join(bad[i] for i in sorted(bad)[:3]))
-    with Engine(params, _runtime(params, requests, runtime, kernels), tokenizer=tokenizer) as engine:
+    with Engine(params, _runtime(params, requests, runtime, implementation, kernels), tokenizer=tokenizer) as engine:
         return engine.run(requests, bad, count, on_token=on_token, progress=progress, errors=errors)
 
 
@@ -95,6 +101,7 @@ def stream(
     thinking: bool | None = None,
     reasoning_effort: int | str | None = None,
     runtime: RuntimeConfig | None = None,
+    implementation: Implementation | None = None,
     kernels: Kernels | None = None,
     **changes: Any,
 ) -> Iterator[TokenEvent]:
@@ -105,7 +112,9 @@ def stream(
         raise ValueError("; ".join(bad[i] for i in sorted(bad)[:3]))
 
     def events() -> Iterator[TokenEvent]:
-        with Engine(params, _runtime(params, requests, runtime, kernels), tokenizer=tokenizer) as engine:
+        with Engine(
+            params, _runtime(params, requests, runtime, implementation, kernels), tokenizer=tokenizer
+        ) as engine:
             yield from engine.events(requests, count)
 
     return events()
@@ -119,6 +128,7 @@ def score(
     tokenizer: Tokenizer | None = None,
     progress: bool | None = None,
     runtime: RuntimeConfig | None = None,
+    implementation: Implementation | None = None,
     kernels: Kernels | None = None,
 ) -> list[Logprobs]:
     """Log-probabilities of given tokens: the very bits that `generate` would report for them.
@@ -133,7 +143,7 @@ def score(
     requests, bad, _ = make_requests(params, sequences, sampling, tokenizer, Options(), {}, whole=True)
     if bad:
         raise ValueError("; ".join(bad[i] for i in sorted(bad)[:3]).replace("prompt ", "sequence "))
-    with Engine(params, _runtime(params, requests, runtime, kernels), tokenizer=tokenizer) as engine:
+    with Engine(params, _runtime(params, requests, runtime, implementation, kernels), tokenizer=tokenizer) as engine:
         requests = [dataclasses.replace(request, score_only=True) for request in requests]
         outputs = engine.run(requests, {}, len(requests), progress=progress)
     return [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]

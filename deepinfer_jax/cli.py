@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from deepinfer_jax import __version__
-from deepinfer_jax.cli_generate import add_model, add_sampling, run_chat, run_generate, run_score
+from deepinfer_jax.cli_generate import add_implementation, add_model, add_sampling, run_chat, run_generate, run_score
 from deepinfer_jax.evals import cli_eval
 
 _EPILOG = """\
@@ -93,6 +93,7 @@ def _add_generate(commands: Any, common: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", nargs="+", metavar="PROMPT", help="text to complete; several make one batch")
     parser.add_argument("--json", action="store_true", help="print one JSON object per sample")
     add_model(parser)
+    add_implementation(parser)
     add_sampling(parser)
     parser.set_defaults(run=run_generate)
 
@@ -108,6 +109,7 @@ def _add_chat(commands: Any, common: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-thinking", action="store_true", help="answer without reasoning first")
     parser.add_argument("--effort", metavar="N", type=_effort, help="reasoning effort: 1-100, low, high or max")
     add_model(parser)
+    add_implementation(parser)
     add_sampling(parser)
     parser.set_defaults(run=run_chat)
 
@@ -126,6 +128,7 @@ def _add_score(commands: Any, common: argparse.ArgumentParser) -> None:
     parser.add_argument("text", metavar="TEXT")
     parser.add_argument("--top", type=int, default=0, metavar="K", help="also print the K most likely tokens")
     add_model(parser)
+    add_implementation(parser)
     parser.set_defaults(run=run_score)
 
 

@@ -52,6 +52,15 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--show-code", action="store_true", help="print the equivalent Python and exit")
 
 
+def add_implementation(parser: argparse.ArgumentParser) -> None:
+    """The flag that chooses operators."""
+    parser.add_argument(
+        "--implementation",
+        choices=("xla", "mosaic_gpu"),
+        help="of all operators: portable, or GPU kernels; default: kernels where this device and model have them",
+    )
+
+
 def sampling_changes(arguments: argparse.Namespace) -> dict[str, Any]:
     """What was given on the command line, and the limit of length."""
     names = [name for name, _, _ in SAMPLING_FLAGS] + ["stop", "ignore_eos"]
@@ -59,9 +68,15 @@ def sampling_changes(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"max_tokens": DEFAULT_MAX_TOKENS, **given}
 
 
+def _implementation(arguments: argparse.Namespace) -> dict[str, Any]:
+    """`implementation=` of the Python functions, if it was given."""
+    return {} if arguments.implementation is None else {"implementation": arguments.implementation}
+
+
 def _code(arguments: argparse.Namespace, call: str) -> str:
     options = "" if arguments.numerics == "reference" else f", numerics={arguments.numerics!r}"
     options += "" if arguments.revision is None else f", revision={arguments.revision!r}"
+    options += _keywords(_implementation(arguments))
     options += ", yes=True" if arguments.yes else ""
     return f"import deepinfer_jax\n\nparams = deepinfer_jax.load_params({arguments.model!r}{options})\n{call}"
 
@@ -75,12 +90,18 @@ def _load(arguments: argparse.Namespace) -> Any:
     from deepinfer_jax.runtime import use_compile_cache
 
     use_compile_cache()
-    return load_params(arguments.model, numerics=arguments.numerics, revision=arguments.revision, yes=arguments.yes)
+    return load_params(
+        arguments.model,
+        numerics=arguments.numerics,
+        revision=arguments.revision,
+        yes=arguments.yes,
+        **_implementation(arguments),
+    )
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
     """Complete one or more texts; one text is printed as it appears."""
-    changes = sampling_changes(arguments)
+    changes = sampling_changes(arguments) | _implementation(arguments)
     prompts = arguments.prompt[0] if len(arguments.prompt) == 1 else arguments.prompt
     if arguments.show_code:
         call = f"for output in deepinfer_jax.generate(params, {prompts!r}{_keywords(changes)}):\n    print(output.text)"
@@ -119,14 +140,16 @@ def run_chat(arguments: argparse.Namespace) -> int:
     if arguments.show_code:
         call = (
             'messages = [{"role": "user", "content": "Hello"}]\n'
-            f"for event in deepinfer_jax.stream(params, messages{_keywords(changes)}):\n"
+            f"for event in deepinfer_jax.stream(params, messages{_keywords(changes | _implementation(arguments))}):\n"
             '    print(event.text, end="", flush=True)'
         )
         print(_code(arguments, call))
         return 0
     from deepinfer_jax.api import Engine
+    from deepinfer_jax.engine.runtime_config import RuntimeConfig
 
-    with Engine(_load(arguments)) as engine:  # kept between messages: each turn goes on from the last one's caches
+    runtime = RuntimeConfig(**_implementation(arguments))
+    with Engine(_load(arguments), runtime) as engine:  # kept: each turn goes on from the last one's caches
         return _converse(engine, arguments, changes)
 
 
@@ -157,7 +180,8 @@ def _converse(engine: Any, arguments: argparse.Namespace, changes: dict[str, Any
 def run_score(arguments: argparse.Namespace) -> int:
     """Print the log-probability of every token of a text, and their sum."""
     if arguments.show_code:
-        call = f"print(deepinfer_jax.score(params, {arguments.text!r}, top_k={arguments.top})[0].token_logprobs)"
+        options = f"top_k={arguments.top}{_keywords(_implementation(arguments))}"
+        call = f"print(deepinfer_jax.score(params, {arguments.text!r}, {options})[0].token_logprobs)"
         print(_code(arguments, call))
         return 0
     from deepinfer_jax.api import score
@@ -165,7 +189,7 @@ def run_score(arguments: argparse.Namespace) -> int:
     from deepinfer_jax.prompt import encode_completion
 
     params = _load(arguments)
-    result = score(params, arguments.text, arguments.top)[0]
+    result = score(params, arguments.text, arguments.top, **_implementation(arguments))[0]
     tokenizer = tokenizer_of(params)
     assert tokenizer is not None  # `score` has encoded the text with it
     ids = encode_completion(tokenizer, arguments.text).token_ids[1:]

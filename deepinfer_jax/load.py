@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ import jax
 import numpy as np
 
 from deepinfer_jax import hub
-from deepinfer_jax.checkpoint.load import load_checkpoint
+from deepinfer_jax.checkpoint.load import PlaceHook, load_checkpoint, load_config, read_leaf
+from deepinfer_jax.checkpoint.reader import Checkpoint
 from deepinfer_jax.checkpoint.unpack import unpack_weight
 from deepinfer_jax.demo import demo_folder
+from deepinfer_jax.engine.repack import op_of_weight, ops_to_repack, repack_weight
+from deepinfer_jax.kernels.dispatch import Implementation
 from deepinfer_jax.kernels.profile import numerics_profile
-from deepinfer_jax.kernels.quantization import QuantTensor
-from deepinfer_jax.model.params import Params
+from deepinfer_jax.kernels.quantization import QuantTensor, dequantize
+from deepinfer_jax.model.params import Parameter, Params, abstract_params
 from deepinfer_jax.prompt import Tokenizer
 from deepinfer_jax.prompt.tokenizer import TOKENIZER_FILE
 
@@ -52,17 +56,18 @@ def unpack_params(params: Params) -> Params:
     """The same weights with FP8 and FP4 matrices as bfloat16 arrays (exact; Engram tables stay packed)."""
 
     def unpack(leaf: Any) -> Any:
-        if isinstance(leaf, QuantTensor) and leaf.format != "fp8_row":
+        if not isinstance(leaf, QuantTensor) or leaf.format == "fp8_row":
+            return leaf
+        if leaf.format == "fp8" or leaf.format == "fp4":
             return jax.numpy.asarray(unpack_weight(np.asarray(leaf.data), np.asarray(leaf.scale), leaf.format))
-        return leaf
+        return dequantize(leaf)
 
     return jax.tree.map(unpack, params, is_leaf=lambda leaf: isinstance(leaf, QuantTensor))
 
 
 def _unpacked_bytes(params: Params) -> int:
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QuantTensor))
-    sizes = [leaf.data.size * (2 if leaf.format == "fp4" else 1) for leaf in leaves if isinstance(leaf, QuantTensor)]
-    return 2 * sum(sizes)
+    return 2 * sum(math.prod(leaf.shape) for leaf in leaves if isinstance(leaf, QuantTensor))
 
 
 def _source_folder(name: str, *, hub_allowed: bool, revision: str | None, yes: bool) -> Path:
@@ -80,12 +85,30 @@ def _source_folder(name: str, *, hub_allowed: bool, revision: str | None, yes: b
     return folder
 
 
+def _repacking(folder: Path, numerics: str, implementation: Implementation | None) -> PlaceHook | None:
+    """What brings packed weights into the order of GPU kernels, leaf by leaf; None if nothing does."""
+    abstract = abstract_params(load_config(folder))
+    ops = ops_to_repack(abstract, numerics_profile(numerics), implementation)
+    if not ops:
+        return None
+
+    def place(checkpoint: Checkpoint, parameter: Parameter, lead: tuple[int, ...], prefixes: tuple[str, ...]) -> Any:
+        form = parameter.abstract(lead)
+        if not isinstance(form, QuantTensor) or op_of_weight(parameter.key, form) not in ops:
+            return None
+        leaf = read_leaf(checkpoint, parameter, lead, prefixes, device_put=lambda array: array)
+        return jax.tree.map(jax.numpy.asarray, repack_weight(parameter.key, leaf))
+
+    return place
+
+
 def load_params(
     source: str | os.PathLike[str] = DEMO,
     *,
     numerics: str = "reference",
     mesh: jax.sharding.Mesh | None = None,
     unpack: bool | None = None,
+    implementation: Implementation | None = None,
     revision: str | None = None,
     yes: bool = False,
 ) -> Params:
@@ -98,6 +121,8 @@ def load_params(
         mesh: not supported yet.
         unpack: unpack FP8 and FP4 weights to bfloat16 once: faster on a CPU, more memory, the same
             results. None: on a CPU, if they take less than 1 GiB.
+        implementation: that will be asked of `generate`: weights that its GPU kernels read in another order are
+            brought into it (the same values). None: as the device and the model would have it.
         revision: branch, tag or commit of a repository; default "main".
         yes: download without asking.
     Returns: Params; the tokenizer beside the weights is remembered for `generate`.
@@ -108,7 +133,7 @@ def load_params(
         raise NotImplementedError("load_params: mesh is not supported yet; leave it None for one device")
     name = os.fspath(source)
     folder = _source_folder(name, hub_allowed=isinstance(source, str), revision=revision, yes=yes)
-    _, params = load_checkpoint(folder)
+    _, params = load_checkpoint(folder, place=_repacking(folder, numerics, implementation) if not unpack else None)
     tokenizer_id = None
     if (folder / TOKENIZER_FILE).exists():
         tokenizer = Tokenizer.from_file(folder)

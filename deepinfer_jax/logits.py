@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from deepinfer_jax.batching import Chunk, make_batch
+from deepinfer_jax.engine.implementations import choose_kernels
 from deepinfer_jax.engine.programs import forward_program
-from deepinfer_jax.kernels.dispatch import Kernels
+from deepinfer_jax.kernels.dispatch import Implementation, Kernels
 from deepinfer_jax.kernels.profile import NumericsProfile, numerics_profile
 from deepinfer_jax.model.config import ModelConfig
 from deepinfer_jax.model.forward import Outputs
@@ -37,12 +38,18 @@ def check_token_ids(config: ModelConfig, ids: Sequence[int], what: str = "token 
 
 
 def logits(
-    params: Params, ids: Sequence[int], *, numerics: str = "reference", kernels: Kernels | None = None
+    params: Params,
+    ids: Sequence[int],
+    *,
+    numerics: str = "reference",
+    implementation: Implementation | None = None,
+    kernels: Kernels | None = None,
 ) -> np.ndarray:
     """Next-token logits at every position of one sequence.
 
     Args:
         params: weights. ids: token ids [T]. numerics: name of a profile (`kernels/profile.py`).
+        implementation: as for `generate`. kernels: implementation of each op by name, in place of it.
     Returns: float32 [T, vocab_size]; row t is the same whatever follows position t.
     Raises: ValueError for bad ids, and for a result above 1 GiB: use `score`, which keeps only the
         log-probabilities of the given tokens.
@@ -55,6 +62,7 @@ def logits(
             f"logits of {array.size} tokens x {config.vocab_size} would take {size / 1e9:.1f} GB; "
             "use score(params, sequences) for long sequences"
         )
+    kernels = kernels or choose_kernels(params, profile, implementation)
     parts = [np.asarray(outputs.logits)[:count] for outputs, count in whole_sequence(params, array, profile, kernels)]
     return np.concatenate(parts)
 
@@ -71,11 +79,12 @@ def whole_sequence(
     """Run all rows of one sequence [T] through all layers, ROWS at a time.
 
     Args:
+        kernels: None = chosen for the device and the model.
         logits: compute the logits of every row; without them only taps are of use.
         least_pages: capacity of the page table at least: fewer capacities, fewer compilations.
     Returns: (Outputs, rows in use) of each call, in order.
     """
-    config, kernels = params.config, kernels or Kernels()
+    config, kernels = params.config, kernels or choose_kernels(params, profile)
     needed = max(least_pages, -(-len(ids) // PAGE))
     pages = 1 << (needed - 1).bit_length()
     state = init_state(config, profile, slots=1, pages=pages, row_block=kernels.row_tile or ROWS)

@@ -19,13 +19,13 @@ ROW_TILE = 16
 """Rows of one tile of the portable implementation: every floating-point shape is built from it."""
 
 _AVAILABLE: dict[str, tuple[str, ...]] = {
-    "row_dot": ("xla",),
-    "expert_mlp": ("xla",),
+    "row_dot": ("xla", "mosaic_gpu"),
+    "expert_mlp": ("xla", "mosaic_gpu"),
     "sparse_attention": ("xla",),
     "index_scores": ("xla",),
     "top_k": ("xla",),
-    "rms_norm_quant": ("xla",),
-    "mhc_mix": ("xla",),
+    "rms_norm_quant": ("xla", "mosaic_gpu"),
+    "mhc_mix": ("xla", "mosaic_gpu"),
     "engram_rows": ("xla",),
     "pool_pair": ("xla",),
     "sample_tokens": ("xla",),

@@ -17,6 +17,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from deepinfer_jax.kernels import fp4_fragments
+
 GROUP = 32
 """Elements that share a scale, in activations, FP4 weights, window keys and index keys."""
 
@@ -26,7 +28,7 @@ FP4_KV_GROUP = 16
 _E4M3_MAX = 448.0
 _E2M1_MAX = 6.0
 
-WeightFormat = Literal["fp8", "fp4", "fp8_row"]
+WeightFormat = Literal["fp8", "fp4", "fp8_row", "fp4_sm90"]
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["data", "scale"], meta_fields=["format"])
@@ -37,6 +39,8 @@ class QuantTensor:
     format "fp8":     data uint8 e4m3 bytes [out, in], scale uint8 e8m0 [out/32, in/32]
     format "fp4":     data uint8 [out, in/2] (low nibble = even column), scale uint8 [out, in/32]
     format "fp8_row": data uint8 e4m3 bytes [rows, in], scale uint8 [rows, in/32]
+    format "fp4_sm90": the bits of "fp4" in the order of Hopper's tensor cores (`fp4_fragments.py`):
+        data uint32 [out/64, in/64, 4, 128], scale uint16 [out/64, in/64, 64]
 
     Bytes, not float8: XLA:CPU widens a whole float8 array before it slices or gathers from it.
     """
@@ -50,6 +54,9 @@ class QuantTensor:
         """Logical shape, ending in [out, in]."""
         if self.format == "fp4":
             return (*self.data.shape[:-1], self.data.shape[-1] * 2)
+        if self.format == "fp4_sm90":
+            *lead, rows, columns = self.scale.shape[:-1]
+            return (*lead, rows * fp4_fragments.TILE, columns * fp4_fragments.TILE)
         return tuple(self.data.shape)
 
     def __getitem__(self, index: object) -> QuantTensor:
@@ -228,6 +235,9 @@ def dequantize(weight: QuantTensor, dtype: DTypeLike = jnp.bfloat16) -> jax.Arra
         return (blocks * scale).astype(dtype).reshape(*lead, rows, columns)
     if weight.format == "fp4":
         return dequantize_fp4(unpack_nibbles(weight.data), weight.scale).astype(dtype)
+    if weight.format == "fp4_sm90":
+        codes, scale = fp4_fragments.unpack_codes(weight.data), fp4_fragments.unpack_scales(weight.scale)
+        return dequantize_fp4(codes, scale).astype(dtype)
     return dequantize_rows(weight.data, weight.scale).astype(dtype)
 
 
@@ -267,7 +277,12 @@ def _bytes(x: jax.Array) -> jax.Array:
 
 
 def pack_cache(x: jax.Array, fmt: CacheFormat) -> jax.Array:
-    """Quantise vectors [..., n] to records [..., cache_width(fmt, n)]: codes, then scales."""
+    """Quantise vectors [..., n] to records [..., cache_width(fmt, n)]: codes, then scales.
+
+    A group of "fp8" or "fp4" that holds a NaN or an infinity has the scale byte 255, NaN, and any codes. A group of
+    "fp4_e4m3" that holds a NaN has the scale byte 0x7F, NaN, and any codes; an infinity is clipped like any number
+    over 6 * 448.
+    """
     if fmt == "float32":
         return x.astype(jnp.float32)
     if fmt == "fp8":

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from deepinfer_jax.engine.controls import ControlArrays
+from deepinfer_jax.engine.implementations import choose_kernels
 from deepinfer_jax.engine.pages import PageStore
 from deepinfer_jax.engine.progress import Progress
 from deepinfer_jax.engine.request import Request, Sample
@@ -129,8 +130,10 @@ class Engine:
         self.params, self.config = params, params.config
         self.runtime = runtime or RuntimeConfig()
         self._tokenizer = tokenizer
-        self.sizes = runtime_sizes(self.runtime, self.config, numerics_profile(params.numerics))
-        self._runner = Runner(params, self.sizes, self.runtime.kernels)
+        profile = numerics_profile(params.numerics)
+        self.sizes = runtime_sizes(self.runtime, self.config, profile)
+        kernels = self.runtime.kernels or choose_kernels(params, profile, self.runtime.implementation)
+        self._runner = Runner(params, self.sizes, kernels)
         self.store = PageStore(self.sizes.pages, self.sizes.snapshots)
         self.scheduler = Scheduler(
             self.store,

@@ -8,7 +8,7 @@ import os
 import jax
 import numpy as np
 
-from deepinfer_jax.kernels.dispatch import ROW_TILE, Kernels
+from deepinfer_jax.kernels.dispatch import ROW_TILE, Implementation, Kernels
 from deepinfer_jax.kernels.profile import NumericsProfile
 from deepinfer_jax.kernels.quantization import CacheFormat, cache_dtype, cache_width
 from deepinfer_jax.model.config import ModelConfig
@@ -30,7 +30,9 @@ class RuntimeConfig:
     prefix_sharing: keep the caches of prefixes and use them for later requests.
     prefill_chunk: most prompt rows of one sequence in a step. None: no limit.
     overlap: prepare and launch a step before the tokens of the one before are read.
-    kernels: implementation of each op.
+    implementation: of all operators: "xla" (portable), "mosaic_gpu" (GPU kernels, NotImplementedError where one
+        is missing) or None: GPU kernels where they exist for this model, the portable ones elsewhere.
+    kernels: implementation of each operator by name, in place of `implementation`.
     """
 
     slots: int = 32
@@ -41,7 +43,8 @@ class RuntimeConfig:
     prefix_sharing: bool = True
     prefill_chunk: int | None = None
     overlap: bool = True
-    kernels: Kernels = Kernels()  # noqa: RUF009 - frozen
+    implementation: Implementation | None = None
+    kernels: Kernels | None = None
 
     def __post_init__(self) -> None:
         for name in ("slots", "context", "cache_bytes", "prefill_chunk"):
@@ -50,12 +53,19 @@ class RuntimeConfig:
                 raise ValueError(f"RuntimeConfig.{name} is {value}; expected at least 1")
         if self.snapshot_bytes < 0:
             raise ValueError(f"RuntimeConfig.snapshot_bytes is {self.snapshot_bytes}; expected 0 or more")
+        if self.kernels is not None and self.implementation is not None:
+            raise ValueError("RuntimeConfig: give kernels or implementation, not both")
         if self.rows is not None:
-            tile = self.kernels.row_tile or 1
+            tile = self.row_tile or 1
             if not self.rows or list(self.rows) != sorted(set(self.rows)) or any(r < 1 or r % tile for r in self.rows):
                 raise ValueError(f"RuntimeConfig.rows is {self.rows}; expected ascending multiples of {tile}")
             if self.rows[-1] < self.slots:
                 raise ValueError(f"RuntimeConfig.rows ends at {self.rows[-1]}, fewer than {self.slots} slots")
+
+    @property
+    def row_tile(self) -> int | None:
+        """Rows of a tile of the portable operators; None: whole arrays."""
+        return ROW_TILE if self.kernels is None else self.kernels.row_tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +116,7 @@ def device_memory() -> int:
 
 def runtime_sizes(runtime: RuntimeConfig, config: ModelConfig, profile: NumericsProfile) -> Sizes:
     """Array sizes of an engine. ValueError where the budget holds nothing."""
-    block = runtime.kernels.row_tile or 128
+    block = runtime.row_tile or 128
     cpu = jax.default_backend() == "cpu"
     rows = runtime.rows or ((_multiple(max(128, runtime.slots), block),) if cpu else _gpu_rows(runtime.slots, block))
     context = runtime.context or config.max_position_embeddings

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from deepinfer_jax.compile import jit
+from deepinfer_jax.engine.implementations import choose_kernels
 from deepinfer_jax.kernels.dispatch import ROW_TILE, Kernels
 from deepinfer_jax.kernels.profile import NumericsProfile, numerics_profile
 from deepinfer_jax.logits import whole_sequence
@@ -59,7 +60,8 @@ class Drafter:
         self.params, self.config = params, params.config
         if not self.config.has_draft:
             raise ValueError("this model has no draft stages (num_nextn_predict_layers is 0)")
-        self.profile, self.kernels = numerics_profile(params.numerics), kernels or Kernels()
+        self.profile = numerics_profile(params.numerics)
+        self.kernels = kernels or choose_kernels(params, self.profile)
 
     def taps(self, ids: Sequence[int]) -> np.ndarray:
         """What the draft stages read of every position of a sequence: [T, targets * hidden_size]."""

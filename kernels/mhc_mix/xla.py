@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from deepinfer_jax.kernels.quantization import quantize_dequantize_fp8
 from deepinfer_jax.kernels.rms_norm_quant.xla import normalize
 from deepinfer_jax.kernels.row_dot.xla import dot
 from deepinfer_jax.kernels.tiling import tile_rows
@@ -98,6 +99,29 @@ def expand(y: jax.Array, streams: jax.Array, post: jax.Array, comb: jax.Array, r
         return (factor[:, :, None] * out[:, None].astype(jnp.float32) + total).astype(rows.dtype)
 
     return tile_rows(tile, row_tile, y, streams, post, comb)
+
+
+def expand_collapse_norm_quant(
+    y: jax.Array,
+    streams: jax.Array,
+    post: jax.Array,
+    comb: jax.Array,
+    pre: jax.Array,
+    weight: jax.Array,
+    fn: jax.Array,
+    base: jax.Array,
+    scale: jax.Array,
+    iterations: int,
+    norm_eps: float,
+    hc_eps: float,
+    quantize: bool,
+    row_tile: int | None,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, tuple[jax.Array, jax.Array, jax.Array]]:
+    """See the contract in `api.py`."""
+    new = expand(y, streams, post, comb, row_tile)
+    x = collapse_norm(new, pre, weight, norm_eps, row_tile)
+    quantized = tile_rows(quantize_dequantize_fp8, row_tile, x) if quantize else None
+    return new, x, quantized, mhc_mix(new, fn, base, scale, iterations, norm_eps, hc_eps, row_tile)
 
 
 def stream_mean(streams: jax.Array, row_tile: int | None) -> jax.Array:

@@ -47,7 +47,8 @@ def rotary(
         inverse_frequencies: float32 [rope/2].
         inverse: rotate back.
         quantize: MXFP4 quantise-dequantise each head afterwards (index queries, section 3.5).
-    Returns: [T, H, d] in x's dtype; the untouched dims keep their bits unless quantised.
+    Returns: [T, H, d] in x's dtype; the untouched dims keep their bits unless quantised. A quantised group that
+        holds a NaN or an infinity is NaN throughout.
     """
     if x.ndim != 3 or positions.shape != x.shape[:1] or 2 * inverse_frequencies.shape[0] > x.shape[2]:
         raise ValueError(
@@ -76,7 +77,9 @@ def norm_rotary_pack(
     Args:
         x: [T, d]. weight: [d] or None. positions, inverse_frequencies: as in `rotary`.
         fmt: cache format of the record (`kernels/quantization.py`).
-    Returns: [T, cache_width(fmt, d)] uint8, or float32 for the "float32" format.
+    Returns: [T, cache_width(fmt, d)] uint8, or float32 for the "float32" format. Groups with a NaN or an infinity
+        are marked by their scale, see `pack_cache`. Subnormal numbers count as such or as zeros, which depends on
+        the device.
     """
     rows_fit = x.ndim == 2 and positions.shape == x.shape[:1] and 2 * inverse_frequencies.shape[0] <= x.shape[1]
     if not rows_fit or (weight is not None and weight.shape != x.shape[1:]):

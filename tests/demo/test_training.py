@@ -182,10 +182,11 @@ def test_sinkhorn_and_attention_gradients() -> None:
     sink, cotangent = normal(3), normal(2, 16, 3, 8)
     documents = jnp.asarray([[0] * 16, [0] * 5 + [1] * 11])
     mask = attention.visible_entries(documents, 8, 2)
+    reach = jnp.asarray([4, 2])
 
     def through(function: Any) -> Any:
         def output(queries: jax.Array, window: jax.Array, compressed: jax.Array, sink: jax.Array) -> jax.Array:
-            return function(0.35, 4, queries, window, compressed, mask, sink, documents)
+            return function(0.35, 4, queries, window, compressed, mask, sink, documents, reach)
 
         return jax.jit(lambda *a: jax.vjp(output, *a)[1](cotangent))(*arguments, sink)
 

@@ -45,7 +45,17 @@ def _near_documents(documents: jax.Array, size: int) -> jax.Array:
     return own[..., None] == jnp.concatenate([earlier, own], axis=2)[:, :, None]
 
 
-def _near_logits(queries: jax.Array, keys: jax.Array, documents: jax.Array, scale: float, size: int) -> jax.Array:
+def _near_seen(documents: jax.Array, reach: jax.Array, size: int) -> jax.Array:
+    """bool [B, blocks, size, 2 size]: the keys of its block that a query sees."""
+    blocks = documents.shape[1] // size
+    back = np.arange(size)[:, None] + size - np.arange(2 * size)[None]
+    near = _near_documents(documents, size) & (back < reach[:, None, None, None])
+    return near & _window_mask(blocks, size)[None]
+
+
+def _near_logits(
+    queries: jax.Array, keys: jax.Array, documents: jax.Array, reach: jax.Array, scale: float, size: int
+) -> jax.Array:
     """float32 [B, blocks, size, H, 2 size]; -inf outside the window and the document.
 
     Products have one batch index and one of each other kind: others would be transposed in memory.
@@ -54,8 +64,7 @@ def _near_logits(queries: jax.Array, keys: jax.Array, documents: jax.Array, scal
     blocks = tokens // size
     logits = matmul("bmd,bsd->bms", queries.reshape(batch * blocks, size * heads, width), keys, jnp.float32)
     logits = logits.reshape(batch, blocks, size, heads, 2 * size) * scale
-    seen = _window_mask(blocks, size)[None] & _near_documents(documents, size)
-    return jnp.where(seen[:, :, :, None], logits, -jnp.inf)
+    return jnp.where(_near_seen(documents, reach, size)[:, :, :, None], logits, -jnp.inf)
 
 
 def _far_logits(queries: jax.Array, compressed: jax.Array, mask: jax.Array, scale: float) -> jax.Array:
@@ -75,6 +84,7 @@ def attend(
     mask: jax.Array | None,
     sink: jax.Array,
     documents: jax.Array,
+    reach: jax.Array,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Attention of every token of a row.
 
@@ -84,10 +94,11 @@ def attend(
         compressed: [B, S, d] entries. mask: bool [B or 1, T, S], entries that a token sees.
         sink: [H], added to the softmax denominator.
         documents: int32 [B, T], which document of the row a token belongs to: the window ends where it begins.
+        reach: int32 [B], positions of the window that a row sees, at most size.
     Returns: (output [B, T, H, d], mean over heads of the probability of each entry, [B, T, S] or None;
         the second has no gradient).
     """
-    return _attend_forward(scale, size, queries, window, compressed, mask, sink, documents)[0]
+    return _attend_forward(scale, size, queries, window, compressed, mask, sink, documents, reach)[0]
 
 
 def _attend_forward(
@@ -99,13 +110,14 @@ def _attend_forward(
     mask: jax.Array | None,
     sink: jax.Array,
     documents: jax.Array,
+    reach: jax.Array,
 ) -> tuple[tuple[jax.Array, jax.Array | None], Any]:
     batch, tokens, heads, _ = queries.shape
     dtype = queries.dtype
     if tokens % size:
         raise ValueError(f"attend: {tokens} tokens are not a multiple of the window of {size}")
     keys = _near_keys(window, size)
-    near = _near_logits(queries, keys, documents, scale, size)
+    near = _near_logits(queries, keys, documents, reach, scale, size)
     largest = jnp.max(near, axis=-1).reshape(batch, tokens, heads)
     far = None
     if compressed is not None and mask is not None:
@@ -124,11 +136,11 @@ def _attend_forward(
         share = checkpoint_name(jnp.mean(far_weights / total[..., None], axis=2).astype(dtype), SAVED)
     output = checkpoint_name((output / total[..., None]).astype(dtype), SAVED)
     log_total = checkpoint_name(largest + jnp.log(total), SAVED)
-    return (output, share), (queries, window, compressed, mask, sink, documents, output, log_total)
+    return (output, share), (queries, window, compressed, mask, sink, documents, reach, output, log_total)
 
 
 def _attend_backward(scale: float, size: int, kept: Any, gradients: tuple[jax.Array, Any]) -> tuple[Any, ...]:
-    queries, window, compressed, mask, sink, documents, output, log_total = kept
+    queries, window, compressed, mask, sink, documents, reach, output, log_total = kept
     batch, width = queries.shape[0], queries.shape[-1]
     dtype = queries.dtype
     g = gradients[0].astype(dtype)
@@ -148,7 +160,7 @@ def _attend_backward(scale: float, size: int, kept: Any, gradients: tuple[jax.Ar
         return dq, dk
 
     near_keys = _near_keys(window, size)
-    dq, dk = part(_near_logits(queries, near_keys, documents, scale, size), near_keys)
+    dq, dk = part(_near_logits(queries, near_keys, documents, reach, scale, size), near_keys)
     dk = dk.reshape(batch, -1, 2, size, width)
     d_window = dk[:, :, 1] + jnp.pad(dk[:, 1:, 0], ((0, 0), (0, 1), (0, 0), (0, 0)))
     d_compressed = None
@@ -156,7 +168,7 @@ def _attend_backward(scale: float, size: int, kept: Any, gradients: tuple[jax.Ar
         more, d_compressed = part(_far_logits(queries, compressed, mask, scale), compressed)
         dq, d_compressed = dq + more, d_compressed.astype(dtype)
     d_sink = -jnp.sum(jnp.exp(sink - log_total) * inner, axis=(0, 1))
-    return dq.astype(dtype), d_window.reshape(window.shape).astype(dtype), d_compressed, None, d_sink, None
+    return dq.astype(dtype), d_window.reshape(window.shape).astype(dtype), d_compressed, None, d_sink, None, None
 
 
 attend.defvjp(_attend_forward, _attend_backward)

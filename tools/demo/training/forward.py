@@ -296,6 +296,7 @@ def _attention_layer(
     x: jax.Array,
     flow: Stream,
     documents: jax.Array,
+    reach: jax.Array | None,
     measure: bool,
 ) -> tuple[jax.Array, Stream, dict[str, jax.Array]]:
     """Attention output [B * T, D], the flow with what a source publishes, index losses of the layer."""
@@ -319,6 +320,7 @@ def _attention_layer(
             flow, selection=_select(setting, layer, scores, documents, attention, flow.selection)
         )
     source = flow.source if ratio else None
+    whole = jnp.full(batch, config.sliding_window, jnp.int32)
     selection = flow.selection if ratio else None
     heads, share = attend(
         config.head_dim**-0.5,
@@ -329,6 +331,7 @@ def _attention_layer(
         None if selection is None else selection.mask,
         p["attn.attn_sink"],
         documents,
+        whole if reach is None or not ratio else reach,
     )
     extra = {}
     share = None if share is None else lax.stop_gradient(share).astype(jnp.float32)
@@ -364,6 +367,7 @@ def _layer(
     flow: Stream,
     dropout: Dropout | None,
     documents: jax.Array,
+    reach: jax.Array | None,
 ) -> tuple[Stream, dict[str, jax.Array]]:
     """One layer; returns the flow and what it reports (tap, expert load, losses)."""
     config, run = setting.config, setting.kernels
@@ -377,7 +381,7 @@ def _layer(
         report["tap"] = run(stream_mean, streams)
     pre, post, comb = mix(setting, p, "attn", streams)
     x = run(collapse_norm, streams, flow.pre, p["attn_norm"], eps=eps)
-    y, flow, extra = _attention_layer(setting, attention, layer, p, x, flow, documents, measure)
+    y, flow, extra = _attention_layer(setting, attention, layer, p, x, flow, documents, reach, measure)
     if dropout is not None:
         y = dropout.elements(layer, 0, y)
     streams = run(expand, y, streams, post, comb)
@@ -419,6 +423,7 @@ def backbone(
     *,
     attention: Attention,
     documents: jax.Array | None = None,
+    reach: jax.Array | None = None,
     measure: bool = False,
     dropout: Dropout | None = None,
 ) -> Hidden:
@@ -429,6 +434,7 @@ def backbone(
         token_map: int32 [vocab_size], Engram classes. tokens: int32 [B, T], T a multiple of the window.
         documents: int32 [B, T], which document of its row a token belongs to, ascending: attention stays inside,
             as requests do not see each other. Default: a row is one document. Engram's n-grams do not stop.
+        reach: int32 [B], positions of the window that layers with compressed entries see. Default: the window.
         measure: also report the recall of the real selection (with attention="dense").
         dropout: noise of a training step.
     """
@@ -448,7 +454,7 @@ def backbone(
         if layer in config.engram_layer_ids and row_ids is not None:
             ids = row_ids[config.engram_layer_ids.index(layer)].reshape(batch * length, -1)
         run = jax.checkpoint(body, policy=policy)
-        flow, report = run(layer_values(values, f"layers.{layer}."), ids, flow, dropout, documents)
+        flow, report = run(layer_values(values, f"layers.{layer}."), ids, flow, dropout, documents, reach)
         reports.append(report)
     taps = [report["tap"] for report in reports if "tap" in report]
     losses = {}

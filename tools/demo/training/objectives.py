@@ -43,7 +43,12 @@ INDEX_WEIGHT, BALANCE_WEIGHT = 1.0, 1e-4
 DRAFT_DECAY = 4.0
 
 TEXT_DROPOUT, TEXT_NOISE, TEXT_FORGET = 0.15, 0.06, 0.4
-"""In texts: rate of dropout of sublayer outputs, share of hidden input tokens, of tokens without Engram."""
+"""In repeated texts: rate of dropout of sublayer outputs, share of hidden input tokens, of tokens without Engram."""
+
+
+NARROW_ROWS, NARROW_REACH = 0.5, 4
+"""Share of rows whose window is narrow in layers with compressed entries, and its positions then. What the window
+can do too the entries never learn: look-ups stayed inside the window."""
 
 
 def _weighted_mean(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -72,9 +77,9 @@ def _second_weight(weights: jax.Array) -> jax.Array:
     return jnp.take_along_axis(weights, jnp.minimum(start + 1, places[-1]), axis=1)
 
 
-def documents_of(weights: jax.Array) -> jax.Array:
-    """int32 [B, T]: which document of its row an input token belongs to, from weights [B, T + 1]."""
-    return jnp.cumsum(weights[:, :-1] == 0, axis=1, dtype=jnp.int32)
+def documents_of(config: ModelConfig, tokens: jax.Array) -> jax.Array:
+    """int32 [B, T]: which document of its row an input token belongs to; each begins with BOS. tokens: [B, T + 1]."""
+    return jnp.cumsum(tokens[:, :-1] == config.bos_token_id, axis=1, dtype=jnp.int32)
 
 
 def in_task(weights: jax.Array) -> jax.Array:
@@ -104,7 +109,7 @@ def regularized(
     weights: tenths [B, T + 1].
     """
     text = (_second_weight(weights) == REPEATED_WEIGHT)[:, :-1]
-    hidden = text & (jax.random.uniform(jax.random.fold_in(key, 1), inputs.shape) < TEXT_NOISE)
+    hidden = text & (jax.random.uniform(jax.random.fold_in(key, 1001), inputs.shape) < TEXT_NOISE)
     flat = text.reshape(-1).astype(jnp.float32)
     noise = config.dspark_noise_token_id
     return jnp.where(hidden & (inputs != 0), noise, inputs), Dropout(key, flat * TEXT_DROPOUT, flat * TEXT_FORGET)
@@ -126,16 +131,19 @@ def backbone_loss(
     """
     setting = setting_of(config, phase.profile)
     values = forward_values(config, weights, phase.quantize)
-    inputs, dropout = tokens[:, :-1], None
+    inputs, dropout, reach = tokens[:, :-1], None, None
     if key is not None:
         inputs, dropout = regularized(config, inputs, label_weights, key)
+        narrow = jax.random.uniform(jax.random.fold_in(key, 1002), tokens.shape[:1]) < NARROW_ROWS
+        reach = jnp.where(narrow, NARROW_REACH, config.sliding_window)
     hidden = backbone(
         setting,
         values,
         token_map,
         inputs,
         attention=phase.attention,
-        documents=documents_of(label_weights),
+        documents=documents_of(config, tokens),
+        reach=reach,
         measure=measure,
         dropout=dropout,
     )

@@ -56,11 +56,11 @@ def _rows(block: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _frozen_backbone(
-    config: ModelConfig, frozen: Mapping[str, jax.Array], token_map: jax.Array, tokens: jax.Array, counts: jax.Array
+    config: ModelConfig, frozen: Mapping[str, jax.Array], token_map: jax.Array, tokens: jax.Array
 ) -> tuple[Weights, Any]:
     phase = PHASES["p3"]
     values = jax.tree.map(lax.stop_gradient, forward_values(config, frozen, phase.quantize))
-    setting, documents = setting_of(config, phase.profile), documents_of(counts)
+    setting, documents = setting_of(config, phase.profile), documents_of(config, tokens)
     hidden = backbone(setting, values, token_map, tokens[:, :-1], attention=phase.attention, documents=documents)
     return values, jax.tree.map(lax.stop_gradient, hidden)
 
@@ -82,7 +82,7 @@ def make_step(config: ModelConfig, phase_name: str, anchors: int = ANCHORS) -> C
         if phase_name != "p3":
             noise = jax.random.fold_in(jax.random.key(21), step)
             return backbone_loss(config, phase, {**trained, **biases}, token_map, tokens, counts, key=noise)
-        values, hidden = _frozen_backbone(config, frozen, token_map, tokens, counts)
+        values, hidden = _frozen_backbone(config, frozen, token_map, tokens)
         key = jax.random.fold_in(jax.random.key(20), step)
         places = choose_anchors(key, counts, anchors, config.dspark_block_size)
         return draft_loss(config, phase, {**trained, **biases}, values, hidden, tokens, counts, places)
@@ -122,7 +122,7 @@ def make_evaluation(config: ModelConfig, phase_name: str, anchors: int = ANCHORS
         if phase_name != "p3":
             measure = phase.attention == "dense"
             return backbone_loss(config, phase, weights, token_map, tokens, counts, measure=measure)[1][0]
-        values, hidden = _frozen_backbone(config, frozen, token_map, tokens, counts)
+        values, hidden = _frozen_backbone(config, frozen, token_map, tokens)
         places = choose_anchors(jax.random.key(30), counts, anchors, config.dspark_block_size)
         return draft_loss(config, phase, weights, values, hidden, tokens, counts, places)[1][0]
 

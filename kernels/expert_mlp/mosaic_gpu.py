@@ -1,0 +1,132 @@
+"""Mosaic-GPU mixture of experts: FP4 experts, FP8 shared expert, bfloat16 rows, profile `reference`.
+
+Experts have to be in the kernel's order (`repack.py`), which the engine sees to when it loads weights: repacking
+inside a program would cost more than the products. Between kernels XLA sorts rows by expert and brings them back:
+integers and copies.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from deepinfer_jax.kernels.expert_mlp import mosaic_rows, mosaic_sm90
+from deepinfer_jax.kernels.expert_mlp.shapes import group_rows, rows_of_pairs, sort_weights
+from deepinfer_jax.kernels.mosaic.quantize import quantize_rows
+from deepinfer_jax.kernels.mosaic.target import architecture
+from deepinfer_jax.kernels.quantization import GROUP, QuantTensor
+from deepinfer_jax.kernels.row_dot import mosaic_gpu as row_dot
+
+Weight = jax.Array | QuantTensor
+
+
+def _check_target(function: str) -> None:
+    try:
+        target = architecture()
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{function}: {error}") from None
+    if target != "sm90":
+        raise NotImplementedError(f"{function}: mosaic_gpu has no expert kernels for {target} yet")
+
+
+def _check_rows(function: str, x: jax.Array) -> None:
+    if x.dtype != jnp.bfloat16:
+        raise NotImplementedError(
+            f"{function}: mosaic_gpu multiplies bfloat16 rows, whose products are exact in float32; true {x.dtype} "
+            "products have no tensor core instruction. Use the xla implementation for float32 profiles"
+        )
+    if x.shape[-1] % GROUP:
+        raise NotImplementedError(f"{function}: mosaic_gpu works on groups of {GROUP} columns, not {x.shape[-1]}")
+
+
+def _experts(weight: Weight) -> QuantTensor:
+    """The weight, if it is one of experts in the kernel's order."""
+    if not isinstance(weight, QuantTensor):
+        raise NotImplementedError(
+            f"expert_mlp: mosaic_gpu reads FP4 experts only, not plain {weight.dtype}; use the xla implementation"
+        )
+    if weight.format != "fp4_sm90":
+        raise NotImplementedError(
+            f"expert_mlp: mosaic_gpu reads experts in the order of its kernel, 'fp4_sm90', not {weight.format!r}; "
+            "call expert_mlp.repack.repack once when weights are loaded (matrices of 64 x 64 tiles, scales <= 2)"
+        )
+    return weight
+
+
+def route(
+    logits: jax.Array,
+    bias: jax.Array,
+    experts_per_token: int,
+    normalize: bool,
+    scale: float,
+    temperature: float,
+    row_tile: int | None,
+) -> tuple[jax.Array, jax.Array]:
+    """See the contract in `api.py`. row_tile is not used.
+
+    A score is within 6 units in the last place of sqrt(softplus(z)) for every z >= -87 (`mosaic_rows.scores_of`).
+    """
+    _check_target("expert_mlp.route")
+    if logits.dtype != jnp.float32 or bias.dtype != jnp.float32:
+        raise NotImplementedError(
+            f"expert_mlp.route: mosaic_gpu has a float32 kernel, not {logits.dtype} and {bias.dtype}"
+        )
+    if experts_per_token > mosaic_rows.LANES:
+        raise NotImplementedError(
+            f"expert_mlp.route: mosaic_gpu chooses up to {mosaic_rows.LANES} experts, {experts_per_token=}"
+        )
+    return mosaic_rows.route(logits, bias, experts_per_token, normalize, scale, temperature)
+
+
+def expert_mlp(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array,
+    w1: Weight,
+    w3: Weight,
+    w2: Weight,
+    limit: float,
+    quantize_input: bool,
+    row_tile: int | None,
+) -> jax.Array:
+    """See the contract in `api.py`. row_tile is not used.
+
+    Weights: QuantTensor "fp4_sm90" (`repack.py`).
+    """
+    _check_target("expert_mlp")
+    _check_rows("expert_mlp", x)
+    w1, w3, w2 = map(_experts, (w1, w3, w2))
+    grouped = group_rows(expert_ids, w1.shape[0])
+    operand = quantize_rows(x) if quantize_input else x
+    # Padding rows copy token 0: what they compute is not read.
+    rows = operand[jnp.maximum(grouped.source, 0)]
+    factors = sort_weights(weights, grouped)
+    work = (grouped.tiles, grouped.count)
+    hidden = mosaic_sm90.gate_up(rows, w1, w3, factors, *work, limit=limit, quantize=quantize_input)
+    return rows_of_pairs(mosaic_sm90.down(hidden, w2, *work), grouped)
+
+
+def shared_mlp(
+    x: jax.Array, w1: Weight, w3: Weight, w2: Weight, limit: float, quantize_input: bool, row_tile: int | None
+) -> jax.Array:
+    """See the contract in `api.py`. row_tile is not used. Weights: what `row_dot` takes."""
+    _check_target("expert_mlp.shared_mlp")
+    _check_rows("expert_mlp.shared_mlp", x)
+    operand = quantize_rows(x) if quantize_input else x
+    gate, up = (row_dot.row_dot(operand, w, False, x.dtype, None, row_tile) for w in (w1, w3))
+    if gate.shape[1] % GROUP:
+        raise NotImplementedError(
+            f"expert_mlp.shared_mlp: mosaic_gpu works on groups of {GROUP} columns, not {gate.shape[1]}"
+        )
+    hidden = mosaic_rows.gated_rows(gate, up, limit, quantize_input)
+    return row_dot.row_dot(hidden, w2, False, x.dtype, None, row_tile)
+
+
+def combine_experts(rows: jax.Array, shared: jax.Array, row_tile: int | None) -> jax.Array:
+    """See the contract in `api.py`. row_tile is not used."""
+    _check_target("expert_mlp.combine_experts")
+    if shared.shape[1] % GROUP:
+        raise NotImplementedError(
+            f"expert_mlp.combine_experts: mosaic_gpu adds rows of whole {GROUP} columns, {shared.shape}"
+        )
+    return mosaic_rows.combine(rows, shared)

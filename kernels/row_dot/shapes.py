@@ -1,0 +1,153 @@
+"""Which schedule a product runs with: what decides the bits of a result, and what does not.
+
+Every result is the float32 sum of `parts` partial sums, added in ascending order; a partial sum is one
+accumulator that walks its stretch of K in steps of 16. The number of parts depends on the weight's shape alone.
+All else here (rows of a tile, pipeline depth, how many blocks share one sum) changes the time only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+PROCESSORS = 132
+"""Streaming multiprocessors of H100 and H200 (SXM); schedules are chosen for them and right on any number."""
+
+BLOCK = 64
+"""Weight rows of one warpgroup."""
+
+PART_STEP = 128
+"""A part of K is a multiple of this."""
+
+ENOUGH_BLOCKS = 120
+"""Blocks that read weights fast enough: below, K is cut into parts so that more processors take part."""
+
+LONG_PART = 2048
+"""Columns that a part of a weight that is cut anyway may keep: a longer walk costs more than adding more parts."""
+
+SPLIT_ROWS = 64
+"""Largest row count at which the parts of one sum run on different processors."""
+
+QUANTIZED_TOKENS = 32
+"""Rows that every block may as well quantise for itself: cheaper than a kernel before this one."""
+
+RESIDENT = 2 * PROCESSORS
+"""Small blocks that run at once: two share a processor. More than these take turns."""
+
+TOKEN_TILES = (8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How one product is cut up.
+
+    parts: of K. tokens: rows of x in a tile. warpgroups: one or two, each with 64 weight rows of the tile.
+    step: columns of a pipeline stage. stages: of the pipeline. clustered: the parts run on different processors
+    of one cluster; otherwise one after the other. quantizing: the kernel quantises the rows that it reads.
+    paired: two blocks of two warpgroups share a processor.
+    """
+
+    parts: int
+    tokens: int
+    warpgroups: int
+    step: int
+    stages: int
+    clustered: bool
+    quantizing: bool = False
+    paired: bool = False
+
+    @property
+    def weight_rows(self) -> int:
+        """Weight rows of a tile."""
+        return BLOCK * self.warpgroups
+
+    @property
+    def chunk(self) -> int:
+        """Rows of x that leave for memory together."""
+        return min(self.tokens, 64)
+
+
+def parts_of(outputs: int, inputs: int) -> int:
+    """Number of partial sums of a weight [outputs, inputs]: the power of two up to 8 that gives enough blocks.
+
+    A weight that is cut is cut further while its parts are long and its blocks all run at once (then as pairs).
+    It decides bits. It must be the same for all shards of a weight that is split along its outputs: see
+    `column_tile` in `mosaic_gpu.py`.
+    """
+    parts = 1
+    blocks = -(-outputs // BLOCK)
+    while parts < 8 and inputs % (2 * parts * PART_STEP) == 0:
+        long = parts > 1 and inputs // parts > LONG_PART and blocks * parts <= RESIDENT
+        if blocks * parts >= ENOUGH_BLOCKS and not long:
+            break
+        parts *= 2
+    return parts
+
+
+def _waves(rows: int, outputs: int, tokens: int, warpgroups: int) -> int:
+    tiles = -(-rows // tokens) * -(-outputs // (BLOCK * warpgroups))
+    return -(-tiles // PROCESSORS)
+
+
+@functools.lru_cache(maxsize=4096)
+def schedule(
+    rows: int,
+    outputs: int,
+    inputs: int,
+    *,
+    packed: bool,
+    parts: int,
+    group_outputs: int,
+    quantize: bool = False,
+) -> Schedule:
+    """Schedule of `rows` rows with a weight [outputs, inputs].
+
+    packed: the weight is FP8, otherwise bfloat16. group_outputs: a tile must not leave its group of outputs.
+    quantize: the rows are to be quantised; by the kernel if the schedule says so, otherwise before.
+    """
+    two = group_outputs % (2 * BLOCK) == 0
+    tiles = -(-rows // SPLIT_ROWS) * -(-outputs // (2 * BLOCK))
+    if rows <= SPLIT_ROWS or (parts > 1 and two and tiles <= PROCESSORS // 4):
+        return _few_rows(rows, outputs, inputs, packed, parts, two, quantize)
+    # A warpgroup keeps one accumulator, and with parts their sum too: 256 registers a thread are all there are.
+    largest = 256 if parts == 1 else 192
+    warpgroups = 2 if two else 1
+    choices = [size for size in TOKEN_TILES if 64 <= size <= largest]
+    # Time of a tile: its products, but at least that of decoding its weights, and a share for its start and end.
+    tokens = min(choices, key=lambda size: _waves(rows, outputs, size, warpgroups) * (max(size, 112) + 24))
+    step = 64
+    stage = BLOCK * warpgroups * step * (1 if packed else 2) + 2 * step * tokens
+    stages = max(2, min(6, (200 * 1024 - 16384 * warpgroups) // stage))
+    return Schedule(parts, tokens, warpgroups, step, stages, False)
+
+
+def _few_rows(rows: int, outputs: int, inputs: int, packed: bool, parts: int, two: bool, quantize: bool) -> Schedule:
+    """Schedule of products whose time is that of reading the weight."""
+    tokens = next((size for size in TOKEN_TILES if size >= rows), SPLIT_ROWS)
+    tokens = min(tokens, SPLIT_ROWS)
+    blocks = outputs * parts // BLOCK
+    if packed and two and rows <= SPLIT_ROWS and RESIDENT < blocks <= 2 * RESIDENT:
+        return _paired(tokens, inputs, parts, quantize)
+    step = PART_STEP if inputs % PART_STEP == 0 else 64
+    # With few rows the weight is all that is read, and many small blocks read it best. With more, every block
+    # reads all of x too: larger blocks halve that.
+    wide = two and tokens >= 32 and outputs * parts // (2 * BLOCK) >= PROCESSORS // 2
+    warpgroups = 2 if wide or rows > SPLIT_ROWS else 1
+    stage = BLOCK * warpgroups * step * (1 if packed else 2) + 2 * step * tokens
+    stages = max(2, min(8, (176 if wide else 96) * 1024 // stage))
+    fused = quantize and tokens <= QUANTIZED_TOKENS and step == PART_STEP
+    return Schedule(parts, tokens, warpgroups, step, stages, parts > 1, fused)
+
+
+def _paired(tokens: int, inputs: int, parts: int, quantize: bool) -> Schedule:
+    """Schedule of products whose 64-row blocks would take turns, while pairs of them run all at once.
+
+    A step takes about as long with four multiplying warpgroups on a processor as with one or two: it waits for
+    memory, decoding and product one after another. Four need two blocks within 64 Ki registers and 227 KiB: with a
+    warpgroup that quantises, only tiles of 8 rows have so few registers (64 a thread), and tiles of 64 rows only
+    with steps of 64 columns.
+    """
+    step = PART_STEP if inputs % PART_STEP == 0 and tokens < SPLIT_ROWS else 64
+    stages = min(5, 96 * 1024 // (2 * BLOCK * step + 2 * step * tokens))
+    fused = quantize and tokens == TOKEN_TILES[0] and step == PART_STEP
+    return Schedule(parts, tokens, 2, step, stages, parts > 1, fused, True)
