@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # the names below are loaded when they are first used: `--hel
     from deepinfer_jax.api import stream as stream
     from deepinfer_jax.engine.runtime_config import RuntimeConfig as RuntimeConfig
     from deepinfer_jax.load import load_params as load_params
-    from deepinfer_jax.logits import logits as logits
     from deepinfer_jax.model.config import ModelConfig as ModelConfig
     from deepinfer_jax.model.init import init_params as init_params
     from deepinfer_jax.model.params import Params as Params
@@ -29,6 +28,7 @@ if TYPE_CHECKING:  # the names below are loaded when they are first used: `--hel
     from deepinfer_jax.outputs import RequestOutput as RequestOutput
     from deepinfer_jax.outputs import TokenEvent as TokenEvent
     from deepinfer_jax.sampling_params import SamplingParams as SamplingParams
+    from deepinfer_jax.sequence_logits import logits as logits
 
 _MODULES = {
     "Engine": "api",
@@ -38,7 +38,7 @@ _MODULES = {
     "score": "api",
     "stream": "api",
     "load_params": "load",
-    "logits": "logits",
+    "logits": "sequence_logits",
     "ModelConfig": "model.config",
     "init_params": "model.init",
     "Params": "model.params",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+import pkgutil
 import shutil
 import subprocess
 import tomllib
@@ -164,3 +165,9 @@ def test_no_lock_file_is_tracked() -> None:
     """Guards against a lock file: this is a library, and its version ranges are what is tested."""
     tracked = [path for _, path in git_index()]
     assert [p for p in tracked if any(fnmatch.fnmatch(Path(p).name, pattern) for pattern in LOCK_FILES)] == []
+
+
+def test_public_names_are_no_modules() -> None:
+    """Guards against a public function that becomes a module as soon as something imports a module of its name."""
+    names = set(deepinfer_jax.__all__)
+    assert not names & {module.name for module in pkgutil.iter_modules(deepinfer_jax.__path__)}

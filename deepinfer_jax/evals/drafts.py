@@ -18,11 +18,11 @@ from deepinfer_jax.compile import jit
 from deepinfer_jax.engine.implementations import choose_kernels
 from deepinfer_jax.kernels.dispatch import ROW_TILE, Kernels
 from deepinfer_jax.kernels.profile import NumericsProfile, numerics_profile
-from deepinfer_jax.logits import whole_sequence
 from deepinfer_jax.model.config import ModelConfig
 from deepinfer_jax.model.dspark import draft_block, draft_context
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.state import State, init_state
+from deepinfer_jax.sequence_logits import whole_sequence
 
 ROWS = 128
 """Rows of a step."""

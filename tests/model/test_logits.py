@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.kernels.profile import REFERENCE
-from deepinfer_jax.logits import MAX_BYTES, check_token_ids, logits
 from deepinfer_jax.model.config import ModelConfig
 from deepinfer_jax.model.params import abstract_params
+from deepinfer_jax.sequence_logits import MAX_BYTES, check_token_ids, logits
 
 from .harness import assert_same_bits, micro_params, one_shot
 
