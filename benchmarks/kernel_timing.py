@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -87,21 +88,26 @@ def _seconds(run: Callable[[], Any], count: int) -> float:
     return time.perf_counter() - start
 
 
-def time_jax(function: Callable[..., Any], arguments: tuple[Any, ...], options: bool) -> tuple[dict[str, Any], Any]:
-    """Figures of one call, and its result for `arguments`."""
+def time_jax(
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    options: bool,
+    turn: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> tuple[dict[str, Any], Any]:
+    """Figures of one call, and its result for `arguments`. turn: entered while the compiled program runs."""
     count = copies_needed(argument_bytes(arguments))
     copies = (arguments, *(jax.tree.map(jnp.copy, arguments) for _ in range(count - 1)))
     program = loop_program(function, options)
     start = time.perf_counter()
     compiled = program.lower(copies).compile()
     compile_seconds = time.perf_counter() - start
-    results = jax.block_until_ready(compiled(copies))  # warm-up: modules are loaded, memory is there
-    first = results[0]
-    once = _seconds(lambda: compiled(copies), 1)
-    loops = max(1, round(SAMPLE_SECONDS / max(once, 1e-6)))
-    calls = loops * count * loop_trips(count)
-    samples = [_seconds(lambda: compiled(copies), loops) / calls for _ in range(REPEATS)]
-    return figures(samples, calls, count, argument_bytes(copies), compile_seconds), first
+    with turn():
+        results = jax.block_until_ready(compiled(copies))  # warm-up: modules are loaded, memory is there
+        once = _seconds(lambda: compiled(copies), 1)
+        loops = max(1, round(SAMPLE_SECONDS / max(once, 1e-6)))
+        calls = loops * count * loop_trips(count)
+        samples = [_seconds(lambda: compiled(copies), loops) / calls for _ in range(REPEATS)]
+    return figures(samples, calls, count, argument_bytes(copies), compile_seconds), results[0]
 
 
 def figures(samples: list[float], calls: int, copies: int, size: int, compile_seconds: float) -> dict[str, Any]:

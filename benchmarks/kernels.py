@@ -27,6 +27,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -88,8 +89,10 @@ def best(ceilings: dict[str, Any] | None, device: str) -> tuple[float, float]:
     return max(known[0], ceilings["copy_bytes_per_second"]), max(known[1], ceilings["bf16_flop_per_second"])
 
 
-def run_case(case: Any, limits: tuple[float, float]) -> dict[str, Any]:
-    """All figures of one case."""
+def run_case(
+    case: Any, limits: tuple[float, float], turn: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> dict[str, Any]:
+    """All figures of one case. turn: as in `time_jax`."""
     from benchmarks.kernel_timing import relative_error, time_jax
 
     if case.timer is None and case.implementation not in (*PROJECT_IMPLEMENTATIONS, *BASELINES):
@@ -98,7 +101,7 @@ def run_case(case: Any, limits: tuple[float, float]) -> dict[str, Any]:
     if case.timer is not None:
         figures, result = case.timer(function, arguments)
     else:
-        figures, result = time_jax(function, arguments, case.implementation in PROJECT_IMPLEMENTATIONS)
+        figures, result = time_jax(function, arguments, case.implementation in PROJECT_IMPLEMENTATIONS, turn)
     seconds = figures["ms"] * 1e-3
     figures |= {"bytes": case.bytes, "flop": case.flop}
     for name, amount, limit in (("bytes", case.bytes, limits[0]), ("flop", case.flop, limits[1])):

@@ -11,6 +11,7 @@ benchmarks/kernels.py. All processes share the device's memory, which is not pre
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
 import os
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,37 +48,24 @@ def job_checks(op: str, wanted: str, write: Any) -> None:
 
 def job_times(op: str, wanted: str, folder: Path, wait_for: Path | None, write: Any) -> None:
     """Time cases, one at a time among all processes."""
-    import jax
-
-    import benchmarks.kernel_timing as timing
     from benchmarks.kernel_cases import case_module
     from benchmarks.kernels import H200_BF16_FLOP_PER_SECOND, H200_BYTES_PER_SECOND, run_case
 
-    def time_jax(function: Any, arguments: Any, options: bool) -> Any:
-        count = timing.copies_needed(timing.argument_bytes(arguments))
-        copies = (arguments, *(jax.tree.map(jax.numpy.copy, arguments) for _ in range(count - 1)))
-        begin = time.time()
-        compiled = timing.loop_program(function, options).lower(copies).compile()
-        compile_seconds = time.time() - begin
+    @contextlib.contextmanager
+    def turn() -> Iterator[None]:
         while wait_for is not None and not wait_for.exists():
             time.sleep(0.2)
         with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            results = jax.block_until_ready(compiled(copies))
-            once = timing._seconds(lambda: compiled(copies), 1)
-            loops = max(1, round(timing.SAMPLE_SECONDS / max(once, 1e-6)))
-            calls = loops * count * timing.loop_trips(count)
-            samples = [timing._seconds(lambda: compiled(copies), loops) / calls for _ in range(timing.REPEATS)]
-        return timing.figures(samples, calls, count, timing.argument_bytes(copies), compile_seconds), results[0]
+            yield
 
-    timing.time_jax = time_jax
     module = case_module(op)
     if module is None:
         raise ValueError(f"{op}: no module in benchmarks/kernel_cases")
     cases = {f"{case.name}@{case.implementation}": case for case in module.cases(False)}
     for name in wanted.split("|"):
         try:
-            row = run_case(cases[name], (H200_BYTES_PER_SECOND, H200_BF16_FLOP_PER_SECOND))
+            row = run_case(cases[name], (H200_BYTES_PER_SECOND, H200_BF16_FLOP_PER_SECOND), turn)
         except Exception as failure:  # noqa: BLE001 - the failure is the result
             row = {"error": f"{type(failure).__name__}: {failure}"[:600]}
         write({"op": op, "case": name, **row})
