@@ -28,7 +28,7 @@ import numpy as np
 from deepinfer_jax.demo import load_tokenizer
 from deepinfer_jax.evals import arithmetic
 from deepinfer_jax.evals.tools import KINDS, pick, request
-from deepinfer_jax.evals.words import CITIES, LETTERS, NAMES, TALK, WEEKDAYS, WORDS
+from deepinfer_jax.evals.words import CITIES, LETTERS, NAMES, TALK, VALUES, WEEKDAYS, WORDS
 from deepinfer_jax.prompt import (
     EncodedPrompt,
     Message,
@@ -220,13 +220,13 @@ def _arithmetic(a: int, sign: str, b: int) -> Problem:
 
 
 def _recall_sizes(rng: Rng, split: Split) -> tuple[int, int]:
-    """(pairs, look-ups). A test looks up one of 60 to 180 pairs.
+    """(pairs, look-ups). A test looks up one of 120 to 180 pairs.
 
     Half of the training lists are short, down to 2 pairs, and most ask for many: what a short list teaches
     carries over to long ones, and only the values of looked-up keys teach anything.
     """
     if split == "test":
-        return _integer(rng, 60, 180), 1
+        return _integer(rng, 120, 180), 1
     count = _integer(rng, 20, 180) if rng.integers(2) else int(2 * 10 ** rng.random())
     return count, 1 if rng.random() < 0.1 else _integer(rng, 1, min(count, 60))
 
@@ -234,15 +234,16 @@ def _recall_sizes(rng: Rng, split: Split) -> tuple[int, int]:
 def _recall(rng: Rng, split: Split) -> Problem:
     """Look up values in a list of pairs, a line of four tokens each: dash, key, value, line end.
 
-    The fact "distance" is the number of tokens from the (first) asked pair to the end of the list. Lists are long
-    enough that a random selection of entries seldom holds the right one.
+    Answers are lines of the list, so that a key is the same token in both, and no value is a key. The fact
+    "distance" is the number of tokens from the (first) asked pair to the end of the list. Lists are long enough that
+    a random selection of entries seldom holds the right one.
     """
     count, lookups = _recall_sizes(rng, split)
     keys = _choose(rng, WORDS, count)
-    pairs = [f"{key} {WORDS[int(i)]}" for key, i in zip(keys, rng.integers(0, len(WORDS), count), strict=True)]
+    lines = [f"- {key} {VALUES[int(i)]}" for key, i in zip(keys, rng.integers(0, len(VALUES), count), strict=True)]
     asked = [int(i) for i in rng.choice(count, lookups, replace=False)]
-    message = "\n".join(["Pairs:", *(f"- {pair}" for pair in pairs), f"Look up: {', '.join(keys[i] for i in asked)}"])
-    content = ", ".join(pairs[i] for i in asked)
+    message = "\n".join(["Pairs:", *lines, f"Look up: {', '.join(keys[i] for i in asked)}"])
+    content = "\n".join(lines[i] for i in asked)
     facts = {"pairs": count, "distance": (count - asked[0]) * 4}
     return Problem(f"recall {message}", message, content, plan="Find the pairs.", facts=facts)
 

@@ -19,6 +19,20 @@ _WORDS = """
     wife wind window wish woman wood word work world write young zero
 """
 
+_VALUES = """
+    access account answer anything argument array attempt available bear black blood body bound bytes cases cell
+    certain character clause close columns command common complete connection content control copy count create
+    current custom database dead deal device dictionary different directory disk document during encoding entry
+    equal example exception expression eyes fail fair false feelings format free friends full function gentle
+    given gone great header however implementation index input instance interest interface keyword language last
+    less library limit lock lower main manner mark match mode multiple names never next nothing object operator
+    option others output parameter party pleasure pointer position possible present proper protocol public
+    quality query quite raised rather record regular report required right rows schema search self sequence
+    several simple socket something source special spoken stand statement stay stored struct success sure syntax
+    tables target text thread together transaction trigger tuple types until usually various virtual whale
+    whether white whom without words years
+"""
+
 _NAMES = """
     Ada Adam Agnes Alan Albert Alice Amy Andrew Anna Anne Anthony Arthur Barbara Ben Bella Bob Carl Carol Charles
     Clara Daniel David Diana Dora Edgar Edith Edmund Edward Ella Emma Eric Eva Fanny Felix Flora Frank Fred George
@@ -37,6 +51,8 @@ _CITIES = """
 
 
 WORDS: tuple[str, ...] = tuple(_WORDS.split())
+VALUES: tuple[str, ...] = tuple(_VALUES.split())
+"""Other words that are tokens of their own: values of recall, so that no value is a key too."""
 NAMES: tuple[str, ...] = tuple(_NAMES.split())
 CITIES: tuple[str, ...] = tuple(_CITIES.split())
 LANGUAGES: tuple[str, ...] = ("French", "German", "Greek", "Italian", "Japanese", "Latin", "Polish", "Spanish")

@@ -27,7 +27,7 @@ from deepinfer_jax.evals.tasks import (
     make_item,
     split_of,
 )
-from deepinfer_jax.evals.words import WORDS
+from deepinfer_jax.evals.words import VALUES, WORDS
 from deepinfer_jax.prompt import Message, ParsedOutput, ToolCall, encode_conversation
 
 pytestmark = pytest.mark.fast
@@ -177,11 +177,11 @@ def test_recall_reaches_beyond_the_window() -> None:
     for item in draw("recall", "test", 1, 60):
         prompt, _ = encode_item(item)
         text = tokenizer.decode(prompt)
-        listed = text[text.index(f"\n- {item.content}\n") : text.index("\nLook up")]
+        listed = text[text.index(f"\n{item.content}\n") : text.index("\nLook up")]
         assert len(tokenizer.encode(listed, control_tokens=False)) == item.facts["distance"]
         distances.append(item.facts["distance"])
         lengths.append(len(prompt))
-        assert 60 <= item.facts["pairs"] <= 180
+        assert 120 <= item.facts["pairs"] <= 180
     assert sum(d > 64 for d in distances) > 40
     assert max(distances) > 600
     assert max(lengths) < 1024
@@ -216,7 +216,11 @@ def test_open_reasoning_is_no_answer() -> None:
 def test_words_are_single_tokens() -> None:
     """Guards against tasks about lists that measure spelling: every word is one token after a space."""
     assert len(set(WORDS)) == len(WORDS) > 120
-    assert [word for word in WORDS if len(load_tokenizer().encode(f" {word}", control_tokens=False)) != 1] == []
+    assert len(set(VALUES)) == len(VALUES) > 120
+    assert not set(VALUES) & set(WORDS)
+    assert [
+        word for word in WORDS + VALUES if len(load_tokenizer().encode(f" {word}", control_tokens=False)) != 1
+    ] == []
 
 
 def test_glosses() -> None:

@@ -36,7 +36,7 @@ SCHEDULES: dict[str, dict[str, float]] = {
 }
 """The first two phases share one cosine."""
 
-ROWS = {"p1": 128, "p2": 128, "p3": 64}
+ROWS = {"p1": 64, "p2": 64, "p3": 64}
 
 
 def parse() -> argparse.Namespace:

@@ -25,16 +25,18 @@ Metrics = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """What a phase computes. quantize: released grids on weights, activations and caches."""
+    """What a phase computes. quantize: released grids on weights, activations and caches. narrow_rows: share of rows
+    whose window is narrow in layers with compressed entries: what the window can do too, the entries learn late."""
 
     name: str
     profile: NumericsProfile
     quantize: bool
     attention: Attention
+    narrow_rows: float = 0.0
 
 
 PHASES = {
-    "p1": Phase("p1", TRAINING_BF16, False, "dense"),
+    "p1": Phase("p1", TRAINING_BF16, False, "dense", narrow_rows=0.5),
     "p2": Phase("p2", REFERENCE, True, "selected"),
     "p3": Phase("p3", REFERENCE, True, "selected"),
 }
@@ -45,10 +47,8 @@ DRAFT_DECAY = 4.0
 TEXT_DROPOUT, TEXT_NOISE, TEXT_FORGET = 0.15, 0.06, 0.4
 """In repeated texts: rate of dropout of sublayer outputs, share of hidden input tokens, of tokens without Engram."""
 
-
-NARROW_ROWS, NARROW_REACH = 0.5, 4
-"""Share of rows whose window is narrow in layers with compressed entries, and its positions then. What the window
-can do too the entries never learn: look-ups stayed inside the window."""
+NARROW_REACH = 4
+"""Positions of a narrow window."""
 
 
 def _weighted_mean(x: jax.Array, weight: jax.Array) -> jax.Array:
@@ -134,7 +134,7 @@ def backbone_loss(
     inputs, dropout, reach = tokens[:, :-1], None, None
     if key is not None:
         inputs, dropout = regularized(config, inputs, label_weights, key)
-        narrow = jax.random.uniform(jax.random.fold_in(key, 1002), tokens.shape[:1]) < NARROW_ROWS
+        narrow = jax.random.uniform(jax.random.fold_in(key, 1002), tokens.shape[:1]) < phase.narrow_rows
         reach = jnp.where(narrow, NARROW_REACH, config.sliding_window)
     hidden = backbone(
         setting,
