@@ -78,15 +78,33 @@ class Kernels:
     row_tile: rows per tile of the portable implementation. None computes on whole arrays: that is
         differentiable, and makes no promise about equal bits at different row counts.
     choices: (op, implementation) pairs; ops that are not named use the portable implementation.
+    row_block: most rows that a layer takes at once, a multiple of row_tile, which is the default. GPU kernels read
+        weights once per block; portable ops go through a block tile by tile. No bit depends on it.
     """
 
     row_tile: int | None = ROW_TILE
     choices: tuple[tuple[str, Implementation], ...] = ()
+    row_block: int | None = None
 
     def __post_init__(self) -> None:
+        if self.row_block is not None and (self.row_tile is None or self.row_block % self.row_tile):
+            raise ValueError(f"Kernels: row_block={self.row_block} is no multiple of row_tile={self.row_tile}")
         for op, _ in self.choices:
             if op not in _AVAILABLE:
                 raise ValueError(f"Kernels: unknown op {op!r}; known: {', '.join(OPS)}")
+
+    def block_of(self, rows: int) -> int | None:
+        """Rows of one block when there are `rows`, whole tiles: the most, up to row_block, that divide them.
+
+        None: all at once. Raises ValueError for a row count that is no multiple of row_tile.
+        """
+        tile = self.row_tile
+        if tile is None:
+            return None
+        if rows % tile:
+            raise ValueError(f"{rows} rows are not a multiple of the row tile {tile}")
+        most = min(self.row_block or tile, rows)
+        return next((size for size in range(most, tile, -tile) if rows % size == 0), tile)
 
     def implementation(self, op: str) -> Implementation | None:
         """The chosen implementation of `op`."""

@@ -26,7 +26,7 @@ from deepinfer_jax.model.config import ModelConfig
 from deepinfer_jax.model.exchange import LOCAL_EXCHANGE, Exchange
 from deepinfer_jax.model.flow import Setting
 from deepinfer_jax.model.forward import project_logits
-from deepinfer_jax.model.layer import mix
+from deepinfer_jax.model.layer import enter_experts, mix
 from deepinfer_jax.model.moe import mixture_of_experts
 from deepinfer_jax.model.params import LayerParams, Params
 from deepinfer_jax.model.state import State
@@ -218,7 +218,7 @@ def _stage(
     block and the whole block, in both directions. owners: slot + 1, 0 = padding."""
     config, profile, run = setting.config, setting.profile, setting.kernels
     slots, ring = window.shape[1:3]
-    next_pre, post, comb = mix(setting, p, "attn", streams)
+    mixed = mix(setting, p, "attn", streams)
     x = run(collapse_norm, streams, pre, p["attn_norm"], eps=config.rms_norm_eps)
     queries, _ = project_query(setting, p, x, positions, 0)
     record = window_record(setting, p, x, positions, 0)
@@ -241,8 +241,7 @@ def _stage(
         compressed_format=profile.compressed_format,
         scale=config.head_dim**-0.5,
     )
-    streams = run(expand, project_output(setting, p, heads, positions, 0), streams, post, comb)
-    last_pre, post, comb = mix(setting, p, "ffn", streams)
-    x = run(collapse_norm, streams, next_pre, p["ffn_norm"], eps=config.rms_norm_eps)
+    y = project_output(setting, p, heads, positions, 0)
+    streams, x, (last_pre, post, comb) = enter_experts(setting, p, y, streams, mixed)
     y, _, _ = mixture_of_experts(setting, p, x, None, config.dspark_num_experts_per_tok)
     return run(expand, y, streams, post, comb), last_pre, window

@@ -71,11 +71,11 @@ def forward(
     unknown = set(captures) - set(CAPTURES)
     if unknown:
         raise ValueError(f"captures: {sorted(unknown)} unknown; choose from {', '.join(CAPTURES)}")
-    block = kernels.row_tile
     for name in ("token_ids", "decoder_rows", "logit_rows"):
-        count = getattr(batch, name).shape[0]
-        if block is not None and count % block:
-            raise ValueError(f"batch.{name}: {count} rows are not a multiple of the row block {block}")
+        try:
+            kernels.block_of(getattr(batch, name).shape[0])
+        except ValueError as error:
+            raise ValueError(f"batch.{name}: {error}") from None
     setting = Setting(config, profile, kernels, exchange, frozenset(captures))
     hashes = hash_rows(setting, params, batch, state)
     state = remember_tokens(batch, state) if params.engram_token_map is not None else state
@@ -108,7 +108,7 @@ def _over_blocks(
     setting: Setting, rows: Rows, flow: Flow, hashes: jax.Array, body: Callable[[Rows, Flow, jax.Array], Flow]
 ) -> Flow:
     """Run `body` on each block of rows in order; blocks without a valid row at the end are skipped."""
-    block = setting.kernels.row_tile
+    block = setting.kernels.block_of(rows.sequence.shape[0])
     if block is None:
         return body(rows, flow, hashes)
     used = jnp.max(jnp.where(rows.valid, jnp.arange(rows.sequence.shape[0]) + 1, 0))
@@ -328,10 +328,10 @@ def _head(setting: Setting, params: Params, logit_rows: jax.Array, flow: Flow) -
     """Logits of the wanted rows, block by block."""
     safe = jnp.maximum(logit_rows, 0)
     streams, pre = flow.streams[safe], flow.pre[safe]
-    block = setting.kernels.row_tile
+    count = logit_rows.shape[0]
+    block = setting.kernels.block_of(count)
     if block is None:
         return project_logits(setting, params, params.norm, streams, pre)[1]
-    count = logit_rows.shape[0]
     used = jnp.max(jnp.where(logit_rows >= 0, jnp.arange(count) + 1, 0))
 
     def step(number: jax.Array, logits: jax.Array) -> jax.Array:

@@ -7,7 +7,8 @@ import functools
 
 import jax
 
-from deepinfer_jax.kernels.mhc_mix import collapse_norm, expand, mhc_mix, stream_mean
+from deepinfer_jax.kernels.mhc_mix import collapse_norm, expand, expand_collapse_norm_quant, mhc_mix, stream_mean
+from deepinfer_jax.kernels.mhc_mix.api import Mix
 from deepinfer_jax.model.attention import attention
 from deepinfer_jax.model.compressor import compress
 from deepinfer_jax.model.engram import apply_engram
@@ -49,6 +50,33 @@ def mix(setting: Setting, p: LayerParams, which: str, streams: jax.Array) -> tup
     )
 
 
+def enter_experts(
+    setting: Setting, p: LayerParams, y: jax.Array, streams: jax.Array, mixed: Mix
+) -> tuple[jax.Array, jax.Array, Mix]:
+    """The boundary inside a layer, from the attention's output y [T, D] and its coefficients.
+
+    Returns: (streams with y in them, input of the experts [T, D], coefficients of that sublayer).
+    """
+    config = setting.config
+    pre, post, comb = mixed
+    streams, x, _, mixed = setting.kernels(
+        expand_collapse_norm_quant,
+        y,
+        streams,
+        post,
+        comb,
+        pre,
+        p["ffn_norm"],
+        p["hc_ffn_fn"],
+        p["hc_ffn_base"],
+        p["hc_ffn_scale"],
+        iterations=config.hc_sinkhorn_iters,
+        norm_eps=config.rms_norm_eps,
+        hc_eps=config.hc_eps,
+    )
+    return streams, x, mixed
+
+
 def attention_input(setting: Setting, p: LayerParams, flow: Flow) -> jax.Array:
     """Collapsed and normed input of the attention sublayer [T, D]."""
     return setting.kernels(collapse_norm, flow.streams, flow.pre, p["attn_norm"], eps=setting.config.rms_norm_eps)
@@ -87,15 +115,12 @@ def apply_layer(
     if kind.kv_source and not kind.decoder:
         flow = make_source(setting, kind, p, numbers, rows, flow)
 
-    pre, post, comb = mix(setting, p, "attn", flow.streams)
+    mixed = mix(setting, p, "attn", flow.streams)
     x = attention_input(setting, p, flow)
     y, flow = attention(setting, kind, p, x, rows, flow, layer, numbers.source_id)
     flow = flow.capture(setting, "attention_input", layer, rows, x)
     flow = flow.capture(setting, "attention_output", layer, rows, y)
-    streams = run(expand, y, flow.streams, post, comb)
-
-    next_pre, post, comb = mix(setting, p, "ffn", streams)
-    x = run(collapse_norm, streams, pre, p["ffn_norm"], eps=config.rms_norm_eps)
+    streams, x, (next_pre, post, comb) = enter_experts(setting, p, y, flow.streams, mixed)
     y, ids, weights = mixture_of_experts(setting, p, x, rows.image, config.num_experts_per_tok)
     flow = flow.capture(setting, "ffn_input", layer, rows, x)
     flow = flow.capture(setting, "ffn_output", layer, rows, y)

@@ -77,7 +77,7 @@ def _pack(name: str, size: int, fmt: CacheFormat, normed: bool) -> Call:
         return norm_rotary_pack(x, scale, positions, frequencies, fmt=fmt, eps=EPS, **chosen)
 
     def others(rows: int) -> tuple[Any, ...]:
-        return (_positions(rows), _frequencies(), *((_weight(size),) if normed else ()))
+        return (_positions(rows), _frequencies()[: size // 2], *((_weight(size),) if normed else ()))
 
     return Call(name, (size,), function, others, 2 * size + cache_width(fmt, size))
 
@@ -212,7 +212,13 @@ def checks(quick: bool) -> list[Check]:
 def compile_cases() -> list[CompileCase]:
     """All calls at one and many rows; small models' widths."""
     found = []
-    small = (_norm(64), _norm(256), _pack("demo record", 64, "fp8", True))
+    small = (
+        _norm(64),
+        _norm(256),
+        _pack("demo record", 64, "fp8", True),
+        _norm(32),
+        _pack("demo index", 32, "fp4", True),
+    )
     for call in (*CALLS, *small):
         for rows in (1, 4096):
             arguments = jax.eval_shape(functools.partial(call.arguments, rows))

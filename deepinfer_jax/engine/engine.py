@@ -131,8 +131,8 @@ class Engine:
         self.runtime = runtime or RuntimeConfig()
         self._tokenizer = tokenizer
         profile = numerics_profile(params.numerics)
-        self.sizes = runtime_sizes(self.runtime, self.config, profile)
         kernels = self.runtime.kernels or choose_kernels(params, profile, self.runtime.implementation)
+        self.sizes = runtime_sizes(self.runtime, kernels, self.config, profile)
         self._runner = Runner(params, self.sizes, kernels)
         self.store = PageStore(self.sizes.pages, self.sizes.snapshots)
         self.scheduler = Scheduler(

@@ -25,6 +25,9 @@ from deepinfer_jax.model.forward import forward
 from deepinfer_jax.model.params import Params
 from deepinfer_jax.model.state import Batch, init_state
 
+GPU_ROW_BLOCK = 256
+"""Rows that a layer takes at once where GPU kernels run: decode steps and prompt chunks read each weight once."""
+
 NO_KERNEL = "no kernel"
 """Why an op is portable that has no GPU implementation at all."""
 
@@ -136,7 +139,8 @@ def _choice(facts: _Facts, profile: NumericsProfile) -> Choice:
     chosen: tuple[tuple[str, Implementation], ...] = tuple(
         (op, "mosaic_gpu") for op in OPS if op in probe.used and op not in probe.refused
     )
-    return Choice(Kernels(ROW_TILE, chosen), facts.device, None, portable)
+    block = GPU_ROW_BLOCK if chosen else None
+    return Choice(Kernels(ROW_TILE, chosen, block), facts.device, None, portable)
 
 
 # ---- asking the ops -------------------------------------------------------------------------------

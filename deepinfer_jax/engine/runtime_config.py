@@ -114,11 +114,13 @@ def device_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
 
 
-def runtime_sizes(runtime: RuntimeConfig, config: ModelConfig, profile: NumericsProfile) -> Sizes:
-    """Array sizes of an engine. ValueError where the budget holds nothing."""
-    block = runtime.row_tile or 128
+def runtime_sizes(runtime: RuntimeConfig, kernels: Kernels, config: ModelConfig, profile: NumericsProfile) -> Sizes:
+    """Array sizes of an engine that runs with `kernels`. ValueError where the budget holds nothing."""
+    tile = kernels.row_tile or 128
+    block = kernels.row_block or tile
+    most_logits = _multiple(max(128, runtime.slots + 1), 128 if kernels.row_block else tile)
     cpu = jax.default_backend() == "cpu"
-    rows = runtime.rows or ((_multiple(max(128, runtime.slots), block),) if cpu else _gpu_rows(runtime.slots, block))
+    rows = runtime.rows or ((_multiple(max(128, runtime.slots), tile),) if cpu else _gpu_rows(runtime.slots, tile))
     context = runtime.context or config.max_position_embeddings
     if context > config.max_position_embeddings:
         raise ValueError(
@@ -134,8 +136,7 @@ def runtime_sizes(runtime: RuntimeConfig, config: ModelConfig, profile: Numerics
         raise ValueError(f"RuntimeConfig.cache_bytes is {runtime.cache_bytes}; one page of this model takes {size}")
     snapshot = slot_bytes(config, profile, block)
     snapshots = min(2 * runtime.slots, runtime.snapshot_bytes // snapshot) if runtime.prefix_sharing else 0
-    logits = min(rows[-1], _multiple(max(128, runtime.slots + 1), block))
-    return Sizes(runtime.slots, rows, logits, table, pages, snapshots, size, snapshot)
+    return Sizes(runtime.slots, rows, min(rows[-1], most_logits), table, pages, snapshots, size, snapshot)
 
 
 def _multiple(value: int, block: int) -> int:

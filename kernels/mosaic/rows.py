@@ -526,8 +526,11 @@ def pack_pairs(codes: jax.Array, layout: RowLayout) -> jax.Array:
 
 def normalize(values: jax.Array, weight: jax.Array, eps: float, layout: RowLayout) -> jax.Array:
     """RMS norm of float32 rows [rows, groups, 32] by a float32 weight of that shape, not yet rounded."""
-    mean_square = jnp.sum(jnp.sum(values * values, axis=2), axis=1) * np.float32(1.0 / layout.size)
-    return weight * (values * spread(lax.rsqrt(mean_square + np.float32(eps)), layout.shape))
+    squares = jnp.sum(values * values, axis=2)
+    # Mosaic finds no layout for a sum over a single group.
+    total, axes = (squares, (0, 1)) if layout.groups == 1 else (jnp.sum(squares, axis=1), (0,))
+    inverse = lax.rsqrt(total * np.float32(1.0 / layout.size) + np.float32(eps))
+    return weight * (values * spread(inverse, layout.shape, axes))
 
 
 def row_kernel(body: Callable[..., None], out_type: Any, rows: int, layout: RowLayout, **settings: Any) -> Any:

@@ -18,7 +18,7 @@ import deepinfer_jax
 from deepinfer_jax.checkpoint import save_checkpoint
 from deepinfer_jax.engine import implementations, repack
 from deepinfer_jax.engine.engine import Engine
-from deepinfer_jax.engine.implementations import NO_KERNEL, choose_kernels
+from deepinfer_jax.engine.implementations import GPU_ROW_BLOCK, NO_KERNEL, choose_kernels
 from deepinfer_jax.engine.runtime_config import RuntimeConfig
 from deepinfer_jax.kernels import dispatch
 from deepinfer_jax.kernels.dispatch import OPS, ROW_TILE, Kernels
@@ -108,7 +108,7 @@ def test_ops_that_can_and_ops_that_cannot(capfd: pytest.CaptureFixture[str], ins
     install("top_k", portable_top_k, lambda *_: "selections of 16 are too few")
     with interpret("sm90"):
         chosen = choose_kernels(PARAMS, REFERENCE)
-        assert chosen == Kernels(ROW_TILE, (("row_dot", "mosaic_gpu"),))
+        assert chosen == Kernels(ROW_TILE, (("row_dot", "mosaic_gpu"),), GPU_ROW_BLOCK)
         line = capfd.readouterr().err
         assert choose_kernels(PARAMS, REFERENCE) == chosen
         assert capfd.readouterr().err == ""
@@ -283,7 +283,7 @@ def test_weights_are_repacked_where_the_op_then_uses_its_kernel(
         assert choose_kernels(params, REFERENCE) == Kernels()
         assert repack.prepare_params(params, REFERENCE, "xla") is params
         ready = repack.prepare_params(params, REFERENCE)
-        assert choose_kernels(ready, REFERENCE) == Kernels(ROW_TILE, (("expert_mlp", "mosaic_gpu"),))
+        assert choose_kernels(ready, REFERENCE) == Kernels(ROW_TILE, (("expert_mlp", "mosaic_gpu"),), GPU_ROW_BLOCK)
         assert repack.prepare_params(ready, REFERENCE) is ready
         save_checkpoint(tmp_path / "model", params)
         read = deepinfer_jax.load_params(tmp_path / "model", unpack=False)

@@ -20,6 +20,8 @@ import numpy as np
 
 from deepinfer_jax.checkpoint.load import load_checkpoint
 from deepinfer_jax.compile import jit
+from deepinfer_jax.engine.implementations import choose_kernels
+from deepinfer_jax.engine.repack import prepare_params
 from deepinfer_jax.kernels.dispatch import ROW_TILE, Kernels
 from deepinfer_jax.kernels.profile import NumericsProfile, numerics_profile
 from deepinfer_jax.kernels.quantization import unpack_cache
@@ -248,12 +250,13 @@ class Layers:
     CAPTURED = ("router_ids",)
 
     def __init__(self, config: ModelConfig, params: Params, profile: NumericsProfile) -> None:
-        self.config, self.params, self.profile = config, params, profile
+        self.config, self.profile = config, profile
+        self.params = prepare_params(params, profile)
         self._programs: dict[Any, Any] = {}
 
     def setting(self, kernels: Kernels | None = None) -> Setting:
-        """Static arguments of a layer."""
-        kernels = Kernels() if kernels is None else kernels
+        """Static arguments of a layer. Kernels: by default those that the engine would use on this device."""
+        kernels = choose_kernels(self.params, self.profile) if kernels is None else kernels
         return Setting(self.config, self.profile, kernels, LOCAL_EXCHANGE, frozenset(self.CAPTURED))
 
     def prompt(self, token_ids: np.ndarray, hashes: np.ndarray | None) -> Prompt:

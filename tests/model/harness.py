@@ -13,7 +13,7 @@ import numpy as np
 
 from deepinfer_jax.batching import Chunk, Replay, make_batch
 from deepinfer_jax.compile import jit
-from deepinfer_jax.kernels.dispatch import ROW_TILE
+from deepinfer_jax.kernels.dispatch import ROW_TILE, Kernels
 from deepinfer_jax.kernels.profile import REFERENCE, NumericsProfile
 from deepinfer_jax.kernels.quantization import QuantTensor
 from deepinfer_jax.model.config import ModelConfig
@@ -57,11 +57,16 @@ def poison(state: State) -> State:
 
 
 @functools.cache
-def program(config: ModelConfig, profile: NumericsProfile, captures: frozenset[str]) -> Callable[..., Any]:
+def program(
+    config: ModelConfig,
+    profile: NumericsProfile,
+    captures: frozenset[str],
+    kernels: Kernels = Kernels(),  # noqa: B008 - frozen
+) -> Callable[..., Any]:
     """The jitted step; shapes are taken from its arguments."""
 
     def step(params: Params, state: State, batch: Any) -> tuple[Any, State]:
-        return forward(params, state, batch, config=config, profile=profile, captures=captures)
+        return forward(params, state, batch, config=config, profile=profile, kernels=kernels, captures=captures)
 
     return jit(step, donate_argnums=1)
 
@@ -77,15 +82,21 @@ class Runner:
         params: Params | None = None,
         captures: Sequence[str] = (),
         replay: Replay = "none",
+        kernels: Kernels = Kernels(),  # noqa: B008 - frozen
     ) -> None:
         self.params = params if params is not None else micro_params()
         self.config = self.params.config
         self.shape, self.page_table = shape, page_table
         self.replay: Replay = replay
-        self.step = program(self.config, profile, frozenset(captures))
+        self.step = program(self.config, profile, frozenset(captures), kernels)
         self.state = poison(
             init_state(
-                self.config, profile, slots=shape.slots, pages=shape.pages, row_block=ROW_TILE, max_draft=MAX_DRAFT
+                self.config,
+                profile,
+                slots=shape.slots,
+                pages=shape.pages,
+                row_block=kernels.row_block or ROW_TILE,
+                max_draft=MAX_DRAFT,
             )
         )
 

@@ -87,7 +87,7 @@ def test_unknown_capture_is_refused() -> None:
 def test_rows_must_fill_blocks(field: str) -> None:
     """Rows beyond the last whole block would never be computed."""
     sizes = {"token_ids": "rows"}.get(field, field)
-    with pytest.raises(ValueError, match=rf"batch\.{field}: 40 rows are not a multiple of the row block 16"):
+    with pytest.raises(ValueError, match=rf"batch\.{field}: 40 rows are not a multiple of the row tile 16"):
         shapes_of({sizes: 40})
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_jax.batching import Chunk
+from deepinfer_jax.kernels.dispatch import Kernels
 from deepinfer_jax.kernels.profile import F32_ALLQ, F32_KVQ, F32_NOQ, REFERENCE, NumericsProfile
 from deepinfer_jax.model.config import ModelConfig
 
@@ -84,10 +85,10 @@ def schedules(draw: st.DrawFn) -> tuple[list[int], list[int], list[list[tuple[in
     return list(which), list(pages), calls
 
 
-def run_schedule(profile: NumericsProfile, schedule: tuple, shape: Shape) -> None:
+def run_schedule(profile: NumericsProfile, schedule: tuple, shape: Shape, kernels: Kernels = Kernels()) -> None:  # noqa: B008 - frozen
     which, pages, calls = schedule
     order = pages + [p for p in range(shape.pages) if p not in pages]
-    runner = Runner(profile, shape, page_tables(shape, order))
+    runner = Runner(profile, shape, page_tables(shape, order), kernels=kernels)
     slot = {sequence: i for i, sequence in enumerate(which)}
     done = dict.fromkeys(which, 0)
     got: dict[int, list[np.ndarray]] = {sequence: [] for sequence in which}
@@ -115,6 +116,13 @@ def run_schedule(profile: NumericsProfile, schedule: tuple, shape: Shape) -> Non
 def test_mixed_chunks_any_slot_any_page(profile: NumericsProfile, schedule: tuple) -> None:
     """Neighbours, chunk borders, slots and page placement must not show; unowned memory is NaN."""
     run_schedule(profile, schedule, Shape())
+
+
+@settings(max_examples=3)
+@given(schedule=schedules())
+def test_row_blocks(schedule: tuple) -> None:
+    """Rows that a layer takes together must not show: ring slots, open pairs and pages are written block by block."""
+    run_schedule(REFERENCE, schedule, Shape(), Kernels(row_block=48))
 
 
 @settings(max_examples=5)
