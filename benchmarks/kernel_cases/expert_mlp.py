@@ -14,7 +14,7 @@ from jax import lax
 
 from benchmarks.kernel_cases import Case, Check, CompileCase
 from deepinfer_jax.kernels import fp4_fragments
-from deepinfer_jax.kernels.expert_mlp import combine_experts, expert_mlp, mosaic_sm90, route, shapes, shared_mlp
+from deepinfer_jax.kernels.expert_mlp import combine_experts, expert_mlp, mosaic_gpu, route, shapes, shared_mlp
 from deepinfer_jax.kernels.quantization import GROUP, QuantTensor, dequantize, quantize_dequantize_fp8
 
 OP = "expert_mlp"
@@ -86,11 +86,13 @@ def _whole(x: Any, ids: Any, weights: Any, w1: Any, w3: Any, w2: Any, implementa
 
 
 def _gate_up(x: Any, factors: Any, tiles: Any, count: Any, w1: Any, w3: Any, quantize: bool = True, **more: Any) -> Any:
-    return mosaic_sm90.gate_up(x, w1, w3, factors, tiles, count, limit=LIMIT, quantize=quantize, **more)
+    return mosaic_gpu.grouped_products().gate_up(
+        x, w1, w3, factors, tiles, count, limit=LIMIT, quantize=quantize, **more
+    )
 
 
 def _down(hidden: Any, tiles: Any, count: Any, w2: Any, **more: Any) -> Any:
-    return mosaic_sm90.down(hidden, w2, tiles, count, **more)
+    return mosaic_gpu.grouped_products().down(hidden, w2, tiles, count, **more)
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -400,14 +402,14 @@ def compile_cases() -> list[CompileCase]:
             _shape(tokens, chosen, dtype=jnp.int32),
             _shape(tokens, chosen, dtype=jnp.float32),
         )
-        found.append(CompileCase(name, OP, _whole, (*operands, wide, wide, narrow), ("h200",)))
+        found.append(CompileCase(name, OP, _whole, (*operands, wide, wide, narrow)))
     tokens = 64
     settings: dict[str, Any] = {"implementation": "mosaic_gpu"}
     logits = _shape(tokens, EXPERTS, dtype=jnp.float32)
     function: Callable[..., Any] = functools.partial(route, **settings, **ROUTING)
-    found.append(CompileCase("route", OP, function, (logits, logits), ("h200",)))
+    found.append(CompileCase("route", OP, function, (logits, logits)))
     rows = _shape(tokens, CHOSEN, HIDDEN, dtype=jnp.bfloat16), _shape(tokens, HIDDEN, dtype=jnp.bfloat16)
-    found.append(CompileCase("combine", OP, functools.partial(combine_experts, **settings), rows, ("h200",)))
+    found.append(CompileCase("combine", OP, functools.partial(combine_experts, **settings), rows))
     wide, narrow = _fp8_shape(WIDTH, HIDDEN), _fp8_shape(HIDDEN, WIDTH)
     function = functools.partial(shared_mlp, limit=LIMIT, quantize_input=True, **settings)
-    return [*found, CompileCase("shared", OP, function, (rows[1], wide, wide, narrow), ("h200",))]
+    return [*found, CompileCase("shared", OP, function, (rows[1], wide, wide, narrow))]

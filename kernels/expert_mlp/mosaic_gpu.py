@@ -1,32 +1,38 @@
 """Mosaic-GPU mixture of experts: FP4 experts, FP8 shared expert, bfloat16 rows, profile `reference`.
 
-Experts have to be in the kernel's order (`repack.py`), which the engine sees to when it loads weights: repacking
-inside a program would cost more than the products. Between kernels XLA sorts rows by expert and brings them back:
-integers and copies.
+Experts have to be in the kernels' order (`repack.py`; Hopper's and Blackwell's kernels share it), which the engine
+sees to when it loads weights: repacking inside a program would cost more than the products. Between kernels XLA sorts
+rows by expert and brings them back: integers and copies.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import jax
 import jax.numpy as jnp
 
-from deepinfer_jax.kernels.expert_mlp import mosaic_rows, mosaic_sm90
+from deepinfer_jax.kernels.expert_mlp import mosaic_rows, mosaic_sm90, mosaic_sm100
 from deepinfer_jax.kernels.expert_mlp.shapes import group_rows, rows_of_pairs, sort_weights
 from deepinfer_jax.kernels.mosaic.quantize import quantize_rows
-from deepinfer_jax.kernels.mosaic.target import architecture
+from deepinfer_jax.kernels.mosaic.target import Architecture, architecture
 from deepinfer_jax.kernels.quantization import GROUP, QuantTensor
 from deepinfer_jax.kernels.row_dot import mosaic_gpu as row_dot
 
 Weight = jax.Array | QuantTensor
 
 
-def _check_target(function: str) -> None:
+def _target(function: str) -> Architecture:
+    """The architecture that programs are compiled for; NotImplementedError if it has no kernels."""
     try:
-        target = architecture()
+        return architecture()
     except NotImplementedError as error:
         raise NotImplementedError(f"{function}: {error}") from None
-    if target != "sm90":
-        raise NotImplementedError(f"{function}: mosaic_gpu has no expert kernels for {target} yet")
+
+
+def grouped_products() -> ModuleType:
+    """The module with `gate_up` and `down` for the architecture that programs are compiled for."""
+    return mosaic_sm100 if _target("expert_mlp") == "sm100" else mosaic_sm90
 
 
 def _check_rows(function: str, x: jax.Array) -> None:
@@ -66,7 +72,7 @@ def route(
 
     A score is within 6 units in the last place of sqrt(softplus(z)) for every z >= -87 (`mosaic_rows.scores_of`).
     """
-    _check_target("expert_mlp.route")
+    _target("expert_mlp.route")
     if logits.dtype != jnp.float32 or bias.dtype != jnp.float32:
         raise NotImplementedError(
             f"expert_mlp.route: mosaic_gpu has a float32 kernel, not {logits.dtype} and {bias.dtype}"
@@ -93,7 +99,7 @@ def expert_mlp(
 
     Weights: QuantTensor "fp4_sm90" (`repack.py`).
     """
-    _check_target("expert_mlp")
+    products = grouped_products()
     _check_rows("expert_mlp", x)
     w1, w3, w2 = map(_experts, (w1, w3, w2))
     grouped = group_rows(expert_ids, w1.shape[0])
@@ -102,15 +108,15 @@ def expert_mlp(
     rows = operand[jnp.maximum(grouped.source, 0)]
     factors = sort_weights(weights, grouped)
     work = (grouped.tiles, grouped.count)
-    hidden = mosaic_sm90.gate_up(rows, w1, w3, factors, *work, limit=limit, quantize=quantize_input)
-    return rows_of_pairs(mosaic_sm90.down(hidden, w2, *work), grouped)
+    hidden = products.gate_up(rows, w1, w3, factors, *work, limit=limit, quantize=quantize_input)
+    return rows_of_pairs(products.down(hidden, w2, *work), grouped)
 
 
 def shared_mlp(
     x: jax.Array, w1: Weight, w3: Weight, w2: Weight, limit: float, quantize_input: bool, row_tile: int | None
 ) -> jax.Array:
     """See the contract in `api.py`. row_tile is not used. Weights: what `row_dot` takes."""
-    _check_target("expert_mlp.shared_mlp")
+    _target("expert_mlp.shared_mlp")
     _check_rows("expert_mlp.shared_mlp", x)
     operand = quantize_rows(x) if quantize_input else x
     gate, up = (row_dot.row_dot(operand, w, False, x.dtype, None, row_tile) for w in (w1, w3))
@@ -124,7 +130,7 @@ def shared_mlp(
 
 def combine_experts(rows: jax.Array, shared: jax.Array, row_tile: int | None) -> jax.Array:
     """See the contract in `api.py`. row_tile is not used."""
-    _check_target("expert_mlp.combine_experts")
+    _target("expert_mlp.combine_experts")
     if shared.shape[1] % GROUP:
         raise NotImplementedError(
             f"expert_mlp.combine_experts: mosaic_gpu adds rows of whole {GROUP} columns, {shared.shape}"

@@ -1,4 +1,4 @@
-"""Expert weights in the order of Hopper's tensor cores, once, when they are loaded."""
+"""Expert weights in the order of the tensor cores, once, when they are loaded: one for Hopper and Blackwell."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_scales(scale: jax.Array | np.ndarray) -> None:
 
 
 def repack(weight: QuantTensor) -> QuantTensor:
-    """FP4 weights [..., N, K] as the kernel of SM90 reads them: the same bits, permuted ("fp4_sm90").
+    """FP4 weights [..., N, K] as the kernels of SM90 and SM100 read them: the same bits, permuted ("fp4_sm90").
 
     N and K have to be multiples of 64. The work is integer shifts on the weight's device and needs about ten
     times the weight's memory for a while, so pass one expert, or a few, at a time; the results of a layer's

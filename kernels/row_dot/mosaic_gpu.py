@@ -12,16 +12,16 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from deepinfer_jax.kernels.mosaic.quantize import quantize_rows
-from deepinfer_jax.kernels.mosaic.target import architecture
+from deepinfer_jax.kernels.mosaic.target import Architecture, architecture
 from deepinfer_jax.kernels.quantization import GROUP, QuantTensor
-from deepinfer_jax.kernels.row_dot import mosaic_sm90
-from deepinfer_jax.kernels.row_dot.shapes import BLOCK, parts_of, schedule
+from deepinfer_jax.kernels.row_dot import mosaic_sm90, mosaic_sm100, shapes, shapes_sm100
+from deepinfer_jax.kernels.row_dot.shapes import BLOCK, parts_of
 
 Weight = jax.Array | QuantTensor
 
 
-def _check(op: str, x: jax.Array, w: Weight, out_dtype: DTypeLike) -> None:
-    """NotImplementedError, with the reason, for what there is no kernel for."""
+def _check(op: str, x: jax.Array, w: Weight, out_dtype: DTypeLike) -> Architecture:
+    """The target. NotImplementedError, with the reason, for what there is no kernel for."""
     if x.dtype != jnp.bfloat16:
         raise NotImplementedError(
             f"{op}: mosaic_gpu multiplies bfloat16 rows, whose products are exact in float32; true {x.dtype} products "
@@ -37,11 +37,9 @@ def _check(op: str, x: jax.Array, w: Weight, out_dtype: DTypeLike) -> None:
     if out_dtype not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(f"{op}: mosaic_gpu rounds to bfloat16 or keeps float32, not {jnp.dtype(out_dtype)}")
     try:
-        target = architecture()
+        return architecture()
     except NotImplementedError as error:
         raise NotImplementedError(f"{op}: {error}") from None
-    if target != "sm90":
-        raise NotImplementedError(f"{op}: mosaic_gpu has no kernel for {target} yet")
 
 
 def _pad(x: jax.Array, axis: int, size: int) -> jax.Array:
@@ -73,6 +71,34 @@ def _padded_outputs(w: Weight, groups: int, size: int) -> Weight:
     return pad(w, size)
 
 
+def _product(
+    target: Architecture, x: jax.Array, w: Weight, groups: int, out_dtype: DTypeLike, parts: int, quantize: bool
+) -> jax.Array:
+    """Products of padded operands, with the schedule of the target; rows are quantised first where asked."""
+    rows, packed = x.shape[0], isinstance(w, QuantTensor)
+    outputs, inputs = w.shape
+    if target == "sm90":
+        plan = shapes.schedule(
+            rows,
+            outputs,
+            inputs,
+            packed=packed,
+            parts=parts,
+            group_outputs=outputs // groups if groups > 1 else -(-outputs // BLOCK) * BLOCK,
+            quantize=quantize,
+        )
+        if quantize and not plan.quantizing:
+            x = quantize_rows(x)
+        return mosaic_sm90.product(x, w, groups, out_dtype, plan)
+    out_size = jnp.dtype(out_dtype).itemsize
+    plan = shapes_sm100.schedule(
+        rows, outputs, inputs, packed=packed, parts=parts, out_size=out_size, quantize=quantize
+    )
+    if quantize and not plan.quantizing:
+        x = quantize_rows(x)
+    return mosaic_sm100.product(x, w, groups, out_dtype, plan)
+
+
 def row_dot(
     x: jax.Array,
     w: Weight,
@@ -86,38 +112,24 @@ def row_dot(
     Every column is a sum of its own, so `column_tile` changes no product; with it, K is never cut into parts, since
     their number depends on the height of the weight, which differs between the shards of a weight.
     """
-    _check("row_dot", x, w, out_dtype)
+    target = _check("row_dot", x, w, out_dtype)
     outputs, inputs = w.shape
     parts = 1 if column_tile is not None else parts_of(outputs, inputs)
     x, w = _padded_inputs(x, w)
     if outputs > 8 and not isinstance(w, QuantTensor):
         w = _pad(w, 0, -(-outputs // 8) * 8)
-    blocks = -(-outputs // BLOCK) * BLOCK
-    plan = schedule(
-        x.shape[0],
-        outputs,
-        x.shape[1],
-        packed=isinstance(w, QuantTensor),
-        parts=parts,
-        group_outputs=blocks,
-        quantize=quantize_input,
-    )
-    if quantize_input and not plan.quantizing:
-        x = quantize_rows(x)
-    return mosaic_sm90.product(x, w, 1, out_dtype, plan)[:, :outputs]
+    return _product(target, x, w, 1, out_dtype, parts, quantize_input)[:, :outputs]
 
 
 def row_dot_grouped(x: jax.Array, w: Weight, row_tile: int | None) -> jax.Array:
     """See the contract in `api.py`. row_tile is not used."""
-    _check("row_dot_grouped", x, w, x.dtype)
+    target = _check("row_dot_grouped", x, w, x.dtype)
     rows, groups, inputs = x.shape
     group_outputs = w.shape[0] // groups
     parts = parts_of(w.shape[0], inputs)
     x, w = _padded_inputs(x, w)
-    padded = -(-group_outputs // BLOCK) * BLOCK
+    tile = BLOCK if target == "sm90" else shapes_sm100.ROWS
+    padded = -(-group_outputs // tile) * tile
     w = _padded_outputs(w, groups, padded)
-    plan = schedule(
-        rows, groups * padded, x.shape[2], packed=isinstance(w, QuantTensor), parts=parts, group_outputs=padded
-    )
-    y = mosaic_sm90.product(x.reshape(rows, -1), w, groups, x.dtype, plan)
+    y = _product(target, x.reshape(rows, -1), w, groups, x.dtype, parts, False)
     return y.reshape(rows, groups, padded)[:, :, :group_outputs]

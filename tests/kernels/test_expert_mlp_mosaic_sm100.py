@@ -1,0 +1,227 @@
+"""The Mosaic-GPU `expert_mlp` for Blackwell, interpreted on the CPU with race detection.
+
+Tensor memory, its products and their barriers are the code that is compiled; the dequantisation in registers, the
+renaming of registers and the store of transposed columns are replaced, as for Hopper (`test_expert_mlp_mosaic.py`).
+No Blackwell GPU has run these kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from deepinfer_jax.kernels.expert_mlp import (
+    combine_experts,
+    expert_mlp,
+    mosaic_gpu,
+    mosaic_sm90,
+    mosaic_sm100,
+    route,
+    shapes,
+    shared_mlp,
+)
+from deepinfer_jax.kernels.expert_mlp.repack import repack
+from deepinfer_jax.kernels.mosaic import interpret
+from deepinfer_jax.kernels.mosaic.stacked_tiles import split_tiles, stack_tiles
+from deepinfer_jax.kernels.quantization import QuantTensor
+
+from . import reference
+from .base_expert_mlp import ROUTING, choices, fp4_experts, routing_weights
+from .cases import (
+    DEMO,
+    MICRO,
+    RELEASED,
+    assert_same_bits,
+    bf16_normal,
+    bf16_ulp,
+    fp4_weight,
+    fp8_weight,
+    generator,
+    normal,
+    values,
+    weight_values,
+)
+from .reference_formats import bf16
+
+pytestmark = pytest.mark.interpret
+
+
+def run(function: Callable[..., Any], *operands: Any, **settings: Any) -> Any:
+    """Call a contract function with the interpreted kernels; results as NumPy arrays."""
+    operands = tuple(x if isinstance(x, QuantTensor) else jnp.asarray(x) for x in operands)
+    with interpret("sm100", detect_races=True):
+        return jax.tree.map(np.asarray, function(*operands, implementation="mosaic_gpu", **settings))
+
+
+@pytest.mark.fast
+def test_lanes_of_stacked_tiles() -> None:
+    """Guards the order of weight rows in tensor memory: each warp's 32 lanes are its 16 rows of both tiles."""
+    rows = np.arange(2 * 64, dtype=np.float32).reshape(2, 64, 1).repeat(8, 2)
+    with interpret("sm100"):
+        stacked = stack_tiles(*map(jnp.asarray, rows))
+        back = split_tiles(stacked)
+    for tile in range(2):
+        for row in range(64):
+            warp, inside = divmod(row, 16)
+            assert stacked[32 * warp + 16 * tile + inside, 0] == 64 * tile + row
+        np.testing.assert_array_equal(back[tile], rows[tile])
+
+
+@pytest.mark.fast
+def test_stacked_registers_are_the_tiles_registers() -> None:
+    """Guards the renaming of registers, which is not interpreted, against both layouts, thread by thread.
+
+    A register of a layout is addressed by the axes of its tiling that belong to no warp and no lane.
+    """
+
+    def places(layout: Any, shape: tuple[int, int]) -> np.ndarray:
+        """[column group, row group, warp, lane, element, 2] -> (row, column) in the array."""
+        tiling = layout.to_mgpu().tiling
+        tiled = tiling.tile_shape(shape)
+        index = np.indices(shape).transpose(1, 2, 0)
+        split = index
+        for tile in tiling.tiles:  # each tile splits the trailing axes in two
+            lead = split.shape[: -1 - len(tile)]
+            trailing = split.shape[-1 - len(tile) : -1]
+            parts = [n for size, part in zip(trailing, tile, strict=True) for n in (size // part, part)]
+            split = split.reshape(*lead, *parts, 2)
+            first = len(lead)
+            outer = [first + 2 * i for i in range(len(tile))]
+            inner = [first + 2 * i + 1 for i in range(len(tile))]
+            split = split.transpose(*range(first), *outer, *inner, first + 2 * len(tile))
+        assert split.shape[:-1] == tiled
+        # [rows 1, columns/8, warp 4, 1, row groups, 1, 8 rows, 4 pairs, 2 elements]
+        return split[0, :, :, 0, :, 0].transpose(0, 2, 1, 3, 4, 5, 6).reshape(shape[1] // 8, -1, 4, 32, 2, 2)
+
+    of_tile = places(plgpu.Layout.WGMMA, (64, 64))
+    stacked = places(plgpu.Layout.TCGEN05, (128, 64))
+    assert of_tile.shape[:2] == (8, 2)
+    for tile in range(2):
+        lane = stacked[:, 2 * tile : 2 * tile + 2]
+        warp, inside = np.divmod(of_tile[..., 0], 16)
+        np.testing.assert_array_equal(lane[..., 0], 32 * warp + 16 * tile + inside)
+        np.testing.assert_array_equal(lane[..., 1], of_tile[..., 1])
+
+
+@pytest.mark.fast
+def test_memory_of_released_products() -> None:
+    """Guards the 512 columns of tensor memory: 128 float32 sums and two operands of 64 words a warpgroup."""
+    for columns, depth, gated in (
+        (RELEASED.expert_width, RELEASED.hidden, True),
+        (RELEASED.hidden, RELEASED.expert_width, False),
+    ):
+        p = mosaic_sm100.plan(columns, depth, gated=gated)
+        assert (p.warpgroups, p.accumulators, p.depth_tiles, p.stages) == (2, 2, 2, 4)
+        assert p.warpgroups * (shapes.LARGEST_ROWS + mosaic_sm100.BUFFERS * p.depth_tiles * 64 // 2) == 512
+
+
+def test_experts_and_their_rows() -> None:
+    """Guards the whole expert path: values, tiles of several widths, and rows that do not see each other.
+
+    Tolerances and the second call as in Hopper's test: there each row has another place, expert 0 a tile of 8 rows,
+    and there are rows of NaN. The first call has tiles of 24, 16 and 8 rows (products of 128 and 16).
+    """
+    experts = fp4_experts(generator("mosaic experts"), DEMO, 3)
+    packed = tuple(map(repack, experts))
+    rng = generator("mosaic rows")
+    second = np.where(np.arange(20) < 15, 1, 2)
+    second[19] = 3  # none
+    ids = np.stack([np.zeros(20), second], axis=1).astype(np.int32)
+    weights = rng.uniform(0.1, 1, size=ids.shape).astype(np.float32)
+    x = bf16_normal(rng, 20, DEMO.hidden)
+    settings: dict[str, Any] = {"limit": 2.5, "quantize_input": True}
+
+    y = run(expert_mlp, x, ids, weights, *packed, **settings)
+    w1, w3, w2 = map(weight_values, experts)
+    expected = reference.expert_mlp(values(x), ids, weights, w1, w3, w2, 2.5, bf16, True)
+    error = np.abs(values(y) - expected)
+    some = expected != 0
+    assert np.median(error[some] / bf16_ulp(expected)[some]) <= 1
+    norms = np.linalg.norm(error, axis=2) / np.maximum(np.linalg.norm(expected, axis=2), 1e-30)
+    assert norms.max() < 0.01, norms.max()
+    assert not y[19, 1].any()
+    xla = np.asarray(expert_mlp(x, ids, weights, *packed, implementation="xla", **settings))
+    assert (y == xla).mean() > 0.99  # sums of another order round differently, rarely
+
+    kept = np.array([17, 3, 11])
+    x2, ids2, weights2 = np.full_like(x, np.nan), np.full_like(ids, 2), weights[::-1].copy()
+    ids2[:, 0] = 1
+    x2[5:8], ids2[5:8], weights2[5:8] = x[kept], ids[kept], weights[kept]
+    moved = run(expert_mlp, x2, ids2, weights2, *packed, **settings)
+    assert_same_bits(moved[5:8], y[kept], "rows in other places")
+    assert np.isnan(np.delete(moved, np.s_[5:8], axis=0).astype(np.float32)).all()
+
+
+def test_long_product() -> None:
+    """Guards the reuse of operand buffers and ring stages: 3 items a block, of 5 steps each, in 2 buffers.
+
+    The number of steps is odd, so that the two buffers' barriers do not go through the same number of phases.
+    """
+    rng = generator("mosaic long product")
+    weight = fp4_weight(rng, 2, 192, 640)
+    rows = np.zeros((shapes.row_capacity(20, 2), 640), np.float32)
+    rows[:32] = bf16_normal(rng, 32, 640)
+    tiles, count = jnp.array([[1, 0, 8], [0, 8, 24]], jnp.int32), jnp.array([2], jnp.int32)
+    p = mosaic_sm100.plan(192, 640, gated=False)
+    assert (p.steps, p.column_items, p.accumulators) == (5, 3, 1)
+    with interpret("sm100", detect_races=True):
+        y = mosaic_sm100.down(jnp.asarray(rows, jnp.bfloat16), repack(weight), tiles, count, row_choices=(32, 128))
+    exact = weight_values(weight)
+    expected = np.concatenate([rows[:8] @ exact[1].T, rows[8:32] @ exact[0].T])
+    error = np.abs(values(np.asarray(y))[:32] - expected)
+    assert error.max() <= 2.0**-8 * np.abs(expected).max()
+    assert np.median(error / bf16_ulp(expected)) <= 0.5
+
+
+def test_micro_experts_without_quantisation() -> None:
+    """Guards matrices of one tile, which `down` puts in both halves of tensor memory, and unquantised rows."""
+    rng = generator("mosaic micro")
+    experts = fp4_experts(rng, MICRO, 4)
+    x, ids, weights = bf16_normal(rng, 2, 64), choices(rng, 2, MICRO), routing_weights(rng, 2, MICRO)
+    settings = {"limit": 10.0, "quantize_input": False}
+    y = run(expert_mlp, x, ids, weights, *map(repack, experts), **settings)
+    expected = np.asarray(expert_mlp(x, ids, weights, *experts, implementation="xla", **settings))
+    error = np.abs(values(y) - values(expected))
+    assert np.median(error / bf16_ulp(expected)) <= 1
+    assert error.max() <= 0.01 * np.abs(values(expected)).max()
+
+
+def test_shared_expert() -> None:
+    """Guards the shared expert: Blackwell's products of `row_dot` around the middle of `mosaic_rows.py`."""
+    rng = generator("mosaic shared")
+    w1, w3, w2 = fp8_weight(rng, 64, 64), fp8_weight(rng, 64, 64), fp8_weight(rng, 64, 64)
+    x = bf16_normal(rng, 3, 64)
+    settings = {"limit": 1.5, "quantize_input": True}
+    y = run(shared_mlp, x, w1, w3, w2, **settings)
+    expected = np.asarray(shared_mlp(x, w1, w3, w2, implementation="xla", **settings))
+    error = np.abs(values(y) - values(expected))
+    assert np.median(error / bf16_ulp(expected)) <= 1
+    assert error.max() <= 0.01 * np.abs(values(expected)).max()
+
+
+def test_routing_and_sum() -> None:
+    """Guards that the row kernels are chosen for Blackwell too, with the results of the portable ones."""
+    rng = generator("mosaic row kernels")
+    logits, bias = normal(rng, 2, 16), normal(rng, 2, 16)
+    ids, weights = run(route, logits, bias, **ROUTING | {"experts_per_token": 3})
+    expected_ids, expected = reference.route(logits, bias, 3, True, 1.5, 1.0)
+    np.testing.assert_array_equal(ids, expected_ids)
+    np.testing.assert_allclose(values(weights), expected, rtol=1e-6)
+    rows, shared = bf16_normal(rng, 3, 2, 64), bf16_normal(rng, 3, 64)
+    total = reference.combine_experts(values(rows), values(shared), bf16).astype(rows.dtype)
+    assert_same_bits(run(combine_experts, rows, shared), total, "sum")
+
+
+@pytest.mark.fast
+def test_architectures_have_products_of_their_own() -> None:
+    """Guards the choice of the kernels: Hopper's instructions do not exist on Blackwell."""
+    with interpret("sm90"):
+        assert mosaic_gpu.grouped_products() is mosaic_sm90
+    with interpret("sm100"):
+        assert mosaic_gpu.grouped_products() is mosaic_sm100
