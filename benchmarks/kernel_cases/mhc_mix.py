@@ -1,17 +1,19 @@
 """`mhc_mix` at the released shape: coefficients, stream arithmetic, and the boundary between two sublayers.
 
-Predicted for one H200, from the instructions of the compiled loops (sm_90a, two blocks on a multiprocessor) and bytes
-at 4.26 TB/s. A projection has 10,240 block steps at 4096 rows: 78 for each of a scheduler's warps.
+Predicted for one H200, from the instructions of the compiled loops (sm_90a) and bytes at 4.26 TB/s. A kernel's 120
+blocks share 40,960 products of 64 rows and 32 columns at 4096 rows: 341 for each of a multiprocessor's schedulers, and
+at 36 cycles for each of two instructions 25,000 cycles of its tensor cores, 14 us.
 
     split of fn                2 MB read, 3 MB written                                       about 3 us
-    projection, 4096 rows      480 instructions a step: 21 us of issue; 168 MB: 40 us        45-55 us
-    expansion and projection   1120 instructions a step: 50 us of issue; 420 MB: 98 us       105-130 us
-    gates                      about 250 cycles a round of 20, where correctly rounded
-                               quotients took about 900                                      4 us
-    norm, 4096 rows            84 MB                                                         22-28 us
+    projection, 4096 rows      144 instructions a product: 28 us of issue; 168 MB and
+                               21 MB of partial sums: 44 us                                  46-52 us
+    expansion and projection   1063 instructions for 4 products: 52 us of issue;
+                               420 MB and 21 MB: 103 us                                      108-120 us
+    gates                      40 pieces a row                                               5 us
+    norm, 4096 rows            84 MB                                                         20-26 us
 
-So `mhc_mix` takes 55-65 us at 4096 rows and the boundary 135-165 us; at 1 row the boundary takes 14-18 us, of four
-kernels one after the other. A first version, which split every weight again in every tile, took 124, 278 and 32 us.
+So `mhc_mix` takes 54-61 us at 4096 rows and the boundary 136-154 us; at 1 row 11-14 and 14-18 us. With `mma.sync`, whose
+weights every warp loaded from the second-level cache, they took 124-127, 276, 20 and 26 us.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ import numpy as np
 from benchmarks.kernel_cases import Case, Check, CompileCase
 from benchmarks.kernel_cases.bits import bits, repeats, rows_bitwise
 from deepinfer_jax.kernels.mhc_mix import collapse_norm, expand, expand_collapse_norm_quant, mhc_mix, stream_mean
-from deepinfer_jax.kernels.mhc_mix.mosaic_mix import PARTIAL, Shape, project
+from deepinfer_jax.kernels.mhc_mix.mosaic_gpu import projection
+from deepinfer_jax.kernels.mhc_mix.mosaic_mix import PARTIAL
 from deepinfer_jax.kernels.quantization import quantize_dequantize_fp8
 
 OP = "mhc_mix"
@@ -181,13 +184,13 @@ def _whole_numbers() -> dict[str, Any]:
     rng = np.random.default_rng(0)
     rows = 130
     streams = np.zeros((rows, COUNT, SIZE), np.float32)
-    shape = Shape(rows, COUNT, SIZE)
+    shape = projection().shape_of(streams)
     for piece in range(shape.pieces):
         for row in range(rows):
             columns = piece * shape.piece + rng.integers(0, shape.piece, size=4)
             streams[row, rng.integers(0, COUNT, size=4), columns] = rng.choice([-1.0, 1.0, 2.0], size=4)
     fn = rng.integers(-(1 << 20), 1 << 20, size=(MIXES, COUNT * SIZE)).astype(np.float32)
-    partial = jax.jit(project)(jnp.asarray(streams, jnp.bfloat16), jnp.asarray(fn))
+    partial = jax.jit(projection().project)(jnp.asarray(streams, jnp.bfloat16), jnp.asarray(fn))
     partial = np.asarray(partial).reshape(rows, shape.pieces, PARTIAL)
     parts = streams.reshape(rows, COUNT, shape.pieces, shape.piece)
     weights = fn.reshape(MIXES, COUNT, shape.pieces, shape.piece)

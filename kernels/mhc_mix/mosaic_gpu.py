@@ -1,11 +1,13 @@
-"""Mosaic-GPU hyper-connections, the same code for sm_90a and sm_100a."""
+"""Mosaic-GPU hyper-connections. Only the projection of the streams depends on the architecture."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from deepinfer_jax.kernels.mhc_mix import mosaic_mix, mosaic_rows
+from deepinfer_jax.kernels.mhc_mix import mosaic_mix, mosaic_rows, mosaic_sm90
 from deepinfer_jax.kernels.mosaic.target import architecture
 
 
@@ -41,11 +43,16 @@ def _check_rows(function: str, streams: jax.Array) -> None:
         )
 
 
+def projection() -> Any:
+    """The module with `shape_of`, `project` and `expand_project` for the architecture that is compiled for."""
+    return mosaic_sm90 if architecture() == "sm90" else mosaic_mix
+
+
 def _check_mix(function: str, streams: jax.Array) -> mosaic_mix.Shape:
     """Shape of the streams; NotImplementedError, with the reason, for what the projection cannot do."""
     _check_rows(function, streams)
     op = f"mhc_mix: {function}"
-    shape = mosaic_mix.Shape(*streams.shape)
+    shape = projection().shape_of(streams)
     if streams.dtype != jnp.bfloat16:
         raise NotImplementedError(
             f'{op}: mosaic_gpu projects bfloat16 streams on the tensor cores, not {streams.dtype}; use "xla"'
@@ -74,7 +81,7 @@ def mhc_mix(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See the contract in `api.py`."""
     shape = _check_mix("mhc_mix", streams)
-    partial = mosaic_mix.project(streams, fn)
+    partial = projection().project(streams, fn)
     return mosaic_mix.coefficients(partial, base, scale, shape, iterations, norm_eps, hc_eps)
 
 
@@ -96,7 +103,7 @@ def expand_collapse_norm_quant(
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, tuple[jax.Array, jax.Array, jax.Array]]:
     """See the contract in `api.py`."""
     shape = _check_mix("expand_collapse_norm_quant", streams)
-    new, collapsed, partial = mosaic_mix.expand_project(y, streams, post, comb, pre, fn)
+    new, collapsed, partial = projection().expand_project(y, streams, post, comb, pre, fn)
     x, quantized = mosaic_rows.norm_quantize(collapsed, weight, norm_eps, quantize)
     mix = mosaic_mix.coefficients(partial, base, scale, shape, iterations, norm_eps, hc_eps)
     return new, x, quantized, mix

@@ -1,8 +1,8 @@
 """Coefficients of the hyper-connections, and the boundary between two sublayers.
 
 The projection is a matrix product of exact bfloat16 streams and float32 weights. Every weight is split into
-three bfloat16 parts that hold its 24 bits, so that tensor cores (`mma.sync`, the same on sm_90a and sm_100a)
-give float32 products. Tensor cores cut sums off instead of rounding them, so every 32 columns are a sum of their
+three bfloat16 parts that hold its 24 bits, so that tensor cores (`mma.sync`)
+give float32 products. For SM90 there are faster ones in `mosaic_sm90.py`. Tensor cores cut sums off instead of rounding them, so every 32 columns are a sum of their
 own, smallest parts first, and are added in float32. The split is a kernel of its own: in the
 projection it would be repeated for every tile of rows, and was two thirds of the instructions there. A block
 takes 64 rows and a fixed piece of every stream; a last kernel adds the pieces of a row in ascending order and
@@ -64,11 +64,12 @@ _HIGH = np.uint32(0xFFFF0000)
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Static sizes: rows, streams, columns of a stream; columns of a piece and number of pieces."""
+    """Static sizes: rows, streams, columns of a stream; columns of a piece, at most and as it is; number of pieces."""
 
     rows: int
     count: int
     size: int
+    most: int = PIECE
 
     @property
     def mixes(self) -> int:
@@ -76,7 +77,7 @@ class Shape:
 
     @property
     def piece(self) -> int:
-        return math.gcd(self.size, PIECE)
+        return math.gcd(self.size, self.most)
 
     @property
     def pieces(self) -> int:
@@ -194,7 +195,7 @@ Sums = tuple[Array, Array]
 """Sum of squares [64], products [64, N]."""
 
 
-def _no_sums(shape: Shape) -> Sums:
+def no_sums(shape: Shape) -> Sums:
     return _zeros((TILE_ROWS,), ROWS_LAYOUT.reduce((1,))), _zeros((TILE_ROWS, shape.mixes), SUMS_LAYOUT)
 
 
@@ -205,11 +206,16 @@ def _add_step(sums: Sums, stream: Array, weights: Parts) -> Sums:
     return squares + jnp.sum(values * values, axis=1), products + multiply(stream, weights)
 
 
-def _store_sums(block: Block, partial_ref: Any, sums: Sums, piece: Array, shape: Shape) -> None:
+def store_sums(block: Block, partial_ref: Any, sums: Sums, piece: Array, shape: Shape) -> None:
     squares, products = sums
     moved = piece * PARTIAL
     block.store(partial_ref, products, SUMS_LAYOUT, moved=moved)
     block.store(partial_ref, squares, ROWS_LAYOUT.reduce((1,)), column=shape.mixes, moved=moved)
+
+
+def shape_of(streams: Array) -> Shape:
+    """Sizes and pieces of streams [T, C, D]."""
+    return Shape(*streams.shape)
 
 
 def _grid(shape: Shape) -> dict[str, Any]:
@@ -247,7 +253,7 @@ def _run_steps(shape: Shape, staged: Staged, buffer: Any, sources: list[Any], pi
 
         return body(values, moved, sums)
 
-    return lax.fori_loop(0, steps, step, _no_sums(shape))
+    return lax.fori_loop(0, steps, step, no_sums(shape))
 
 
 def _load_weights(ref: Any, shape: Shape, column: int, moved: Any) -> Parts:
@@ -271,7 +277,7 @@ def _staged(arrays: int) -> Staged:
 
 def project(streams: Array, fn: Array) -> Array:
     """Partial sums float32 [T, pieces * 32] of streams [T, C, D] and fn float32 [C*(2+C), C*D]."""
-    shape = Shape(*streams.shape)
+    shape = shape_of(streams)
     staged = _staged(shape.count)
     columns = [i * shape.size for i in range(shape.count)]
 
@@ -286,7 +292,7 @@ def project(streams: Array, fn: Array) -> Array:
             return sums
 
         sources = [(block, streams_ref, column) for column in columns]
-        _store_sums(block, partial_ref, _run_steps(shape, staged, buffer, sources, piece, step), piece, shape)
+        store_sums(block, partial_ref, _run_steps(shape, staged, buffer, sources, piece, step), piece, shape)
 
     out = jax.ShapeDtypeStruct((shape.rows, shape.pieces * PARTIAL), jnp.float32)
     kernel = plgpu.kernel(mhc_project_kernel, out_type=out, scratch_types=[staged.buffer], **_grid(shape))
@@ -297,7 +303,7 @@ def expand_project(
     y: Array, streams: Array, post: Array, comb: Array, pre: Array, fn: Array
 ) -> tuple[Array, Array, Array]:
     """(new streams [T, C, D], their collapse by `pre` [T, D], their partial sums as `project` gives them)."""
-    shape = Shape(*streams.shape)
+    shape = shape_of(streams)
     staged = _staged(1 + shape.count)
     columns = [i * shape.size for i in range(shape.count)]
 
@@ -328,7 +334,7 @@ def expand_project(
             return sums
 
         sources = [(block, y_ref, 0), *((block, streams_ref, column) for column in columns)]
-        _store_sums(block, partial_ref, _run_steps(shape, staged, buffer, sources, piece, step), piece, shape)
+        store_sums(block, partial_ref, _run_steps(shape, staged, buffer, sources, piece, step), piece, shape)
 
     flat = jax.ShapeDtypeStruct((shape.rows, shape.count * shape.size), streams.dtype)
     out = (

@@ -43,13 +43,15 @@ def weighted_sum(factors: list[Array], values: list[Array]) -> Array:
     return total
 
 
+def expanded_stream(y: Array, streams: list[Array], post: Array, comb: list[Array], layout: Any) -> Array:
+    """One new stream (`spec/blocks.md` 2.3) in `layout`; comb[i] comes from stream i."""
+    return rounded(post * y.astype(jnp.float32) + weighted_sum(comb, streams), streams[0].dtype, layout)
+
+
 def expanded(y: Array, streams: list[Array], post: list[Array], comb: list[Array], layout: Any) -> list[Array]:
     """The new streams (`spec/blocks.md` 2.3) in `layout`; comb[i * C + j] goes from stream i to stream j."""
     count = len(streams)
-    return [
-        rounded(post[j] * y.astype(jnp.float32) + weighted_sum(comb[j::count], streams), streams[0].dtype, layout)
-        for j in range(count)
-    ]
+    return [expanded_stream(y, streams, post[j], comb[j::count], layout) for j in range(count)]
 
 
 def collapse_norm(streams: Array, pre: Array, weight: Array | None, eps: float) -> Array:

@@ -18,9 +18,18 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deepinfer_jax import compile as compilation
 from deepinfer_jax.kernels.dispatch import Implementation
-from deepinfer_jax.kernels.mhc_mix import collapse_norm, expand, expand_collapse_norm_quant, mhc_mix, stream_mean
+from deepinfer_jax.kernels.mhc_mix import (
+    collapse_norm,
+    expand,
+    expand_collapse_norm_quant,
+    mhc_mix,
+    mosaic_rows,
+    mosaic_sm90,
+    mosaic_sm90_product,
+    stream_mean,
+)
 from deepinfer_jax.kernels.mhc_mix import mosaic_mix as mix
-from deepinfer_jax.kernels.mosaic import interpret
+from deepinfer_jax.kernels.mosaic import Architecture, interpret
 from deepinfer_jax.kernels.quantization import quantize_dequantize_fp8
 
 from . import reference
@@ -54,6 +63,9 @@ def example(rows: int, size: int, name: str = "mhc mosaic") -> Example:
         "base": base,
         "scale": scale,
     }
+
+
+ARCHITECTURES = pytest.mark.parametrize("architecture", ["sm90", "sm100"])
 
 
 def boundary(given: dict[str, Any], implementation: Implementation, quantize: bool = True) -> Any:
@@ -141,6 +153,29 @@ def test_registers_meet_the_instruction() -> None:
 
 
 @pytest.mark.fast
+def test_registers_meet_the_warpgroup_instruction() -> None:
+    """Guards the order of columns: where the instruction finds a column of a row in a thread (fragment A of `wgmma`,
+    as the PTX manual defines it), it finds the same column of the weights in shared memory."""
+    rows = elements_of_threads(mix.ROWS_LAYOUT, (64, 32)).reshape(128, 2, 4, 2)
+    loaded, stored = mosaic_sm90_product.split_layouts(24)
+    source = elements_of_threads(loaded, (24, 4, 4, 4, 2)).reshape(128, -1, 8)  # four pairs are joined
+    target = elements_of_threads(stored, (4, 24, 32))
+    order = np.empty((4, 24, 32), int)
+    order.ravel()[target.ravel()] = source.ravel()  # element of the weights [24, 4 steps, 32]
+    for step in range(4):
+        for n in range(24):
+            assert sorted(order[step, n]) == list(range((n * 4 + step) * 32, (n * 4 + step + 1) * 32))
+            np.testing.assert_array_equal(order[step, n] - (n * 4 + step) * 32, order[0, 0])
+    for thread in range(128):
+        warp, lane = divmod(thread, 32)
+        for pair in range(4):  # 8 columns of the instruction
+            for half in range(2):
+                place = 8 * pair + 2 * (lane % 4) + np.arange(2)
+                row = 16 * warp + lane // 4 + 8 * half
+                assert rows[thread, half, pair].tolist() == (32 * row + order[0, 0][place]).tolist()
+
+
+@pytest.mark.fast
 def test_weights_split_exactly() -> None:
     """Guards the three bfloat16 parts: together they are the float32 weight, and each is the next 8 bits."""
     rng = generator("split")
@@ -153,22 +188,44 @@ def test_weights_split_exactly() -> None:
 # ---- values ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "size"), [(3, 64), (66, 96)], ids=["micro", "two tiles, three pieces"])
-def test_partial_sums_are_exact(rows: int, size: int) -> None:
-    """Guards tiles, pieces, stages and rows past the end: sums of whole numbers are known to the last bit, and
-    the weights need all of their 24 bits."""
+def partial_sums(rows: int, size: int, architecture: Architecture) -> None:
+    """Sums of whole numbers are known to the last bit; the weights need all of their 24 bits."""
+    module = mosaic_sm90 if architecture == "sm90" else mix
     rng = generator("partial", size)
     streams = np.zeros((rows, 4, size), np.float32)
     streams[:, :, :: size // 16] = rng.integers(-1, 2, size=(rows, 4, 16))
     fn = rng.integers(-(1 << 18), 1 << 18, size=(24, 4 * size)).astype(np.float32)
-    with interpret("sm90", detect_races=True):
-        partial = np.asarray(mix.project(jnp.asarray(streams, BF16), jnp.asarray(fn)))
-    shape = mix.Shape(rows, 4, size)
+    with interpret(architecture, detect_races=True):
+        partial = np.asarray(module.project(jnp.asarray(streams, BF16), jnp.asarray(fn)))
+    shape = module.shape_of(jnp.asarray(streams))
     partial = partial.reshape(rows, shape.pieces, mix.PARTIAL)
     pieces = streams.reshape(rows, 4, shape.pieces, -1)
     expected = np.einsum("tcpk,ncpk->tpn", pieces, fn.reshape(24, 4, shape.pieces, -1), dtype=np.float64)
     np.testing.assert_array_equal(partial[..., :24], expected)
     np.testing.assert_array_equal(partial[..., 24], (pieces**2).sum(axis=(1, 3)))
+
+
+@pytest.mark.parametrize(("rows", "size"), [(3, 64), (66, 96)], ids=["micro", "two tiles, three pieces"])
+@ARCHITECTURES
+def test_partial_sums_are_exact(rows: int, size: int, architecture: Architecture) -> None:
+    """Guards tiles, pieces, stages and rows past the end."""
+    partial_sums(rows, size, architecture)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65, 130, 321])
+def test_partial_sums_of_many_tiles(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the walk of one block over all tiles: warpgroups without a tile, with one and with two of them, and the
+    loads that run ahead into the next tile and past the last."""
+    monkeypatch.setattr(mosaic_sm90, "PROCESSORS", 1)
+    partial_sums(rows, 64, "sm90")
+
+
+@pytest.mark.parametrize(("warpgroups", "stages"), [(1, 2), (2, 3), (1, 9)], ids=str)
+def test_partial_sums_at_any_depth(warpgroups: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against sums that depend on how many warpgroups and stages there are, also more stages than steps."""
+    monkeypatch.setattr(mosaic_sm90, "PROCESSORS", 1)
+    monkeypatch.setattr(mosaic_sm90, "PROJECT", mosaic_sm90.Depth(warpgroups, stages))
+    partial_sums(130, 32, "sm90")
 
 
 def test_coefficients_against_float64() -> None:
@@ -250,6 +307,37 @@ def test_boundary_is_its_parts_in_mosaic() -> None:
     with interpret("sm90", detect_races=True):
         fused, separate = boundary(given, "mosaic_gpu"), parts(given, "mosaic_gpu")
     assert_same_bits(fused, separate, "boundary")
+
+
+@pytest.mark.parametrize(("architecture", "rows"), [("sm90", 130), ("sm90", 1), ("sm100", 2)])
+def test_expansion_and_projection(architecture: Architecture, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards the fused kernel on its own, bit for bit: one warpgroup that goes through three tiles."""
+    monkeypatch.setattr(mosaic_sm90, "PROCESSORS", 1)
+    monkeypatch.setattr(mosaic_sm90, "BOUNDARY", mosaic_sm90.Depth(1, 3))
+    module = mosaic_sm90 if architecture == "sm90" else mix
+    rng = generator("expansion")
+    g = {name: jnp.asarray(x) for name, x in example(min(rows, 80), 32).items()}
+    chosen = jnp.asarray(rng.integers(0, min(rows, 80), size=rows))
+    y, streams, post, comb, pre = (g[name][chosen] for name in ("y", "streams", "post", "comb", "pre"))
+    with interpret(architecture, detect_races=True):
+        new, collapsed, partial = module.expand_project(y, streams, post, comb, pre, g["fn"])
+        expected = mosaic_rows.expand(y, streams, post, comb)
+        separate = mosaic_rows.collapse_norm(expected, pre, None, 0.0), module.project(expected, g["fn"])
+    columns = slice(0, 25)  # nothing is stored to the others
+    assert_same_bits(
+        (new, collapsed, partial[:, columns]), (expected, separate[0], separate[1][:, columns]), "expansion"
+    )
+
+
+@pytest.mark.fast
+def test_addresses_are_those_of_the_layout() -> None:
+    """Guards the rows and columns that a thread of the Hopper kernels copies and stores."""
+    elements = elements_of_threads(mix.ROWS_LAYOUT, (64, 32))
+    for thread in range(128):
+        four = thread >> 2
+        above, place = four + (four & -8), (thread & 3) << 3
+        expected = [[(above + half) * 32 + place + i for i in range(8)] for half in (0, 8)]
+        assert elements[thread].tolist() == expected
 
 
 def test_boundary_without_quantiser() -> None:

@@ -1,0 +1,425 @@
+"""Projection of the streams, and the boundary between two sublayers, for SM90 (Hopper).
+
+A block keeps the weights of one piece in shared memory and goes through tiles of 64 rows, one to each warpgroup at a
+time. Pieces depend on the size of a stream alone, and the sum of a piece is made in one order, so a row's bits do
+not depend on how many rows there are, nor on which warpgroup adds them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from deepinfer_jax.kernels.mhc_mix.mosaic_mix import (
+    PARTIAL,
+    PARTS,
+    ROWS_LAYOUT,
+    STEP,
+    TILE_ROWS,
+    Shape,
+    Sums,
+    no_sums,
+    store_sums,
+)
+from deepinfer_jax.kernels.mhc_mix.mosaic_rows import weighted_sum
+from deepinfer_jax.kernels.mhc_mix.mosaic_sm90_product import (
+    NUMBERS,
+    WEIGHT_TRANSFORMS,
+    floats,
+    multiply,
+    split_weights,
+)
+from deepinfer_jax.kernels.mosaic.rows import LANES, WARPS, Block, Staged, rounded
+from deepinfer_jax.kernels.mosaic.target import interpreting
+
+Array = jax.Array
+
+PIECE = 128
+"""Columns of every stream in one piece, at most: weights of 72 KiB."""
+
+PROCESSORS = 132
+"""Blocks that run at the same time; a block fills a multiprocessor. Results do not depend on it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Depth:
+    """warpgroups: of a block. stages: steps of a warpgroup in shared memory or on their way there."""
+
+    warpgroups: int
+    stages: int
+
+
+PROJECT, BOUNDARY = Depth(4, 8), Depth(2, 3)
+"""Of the two kernels. What is on its way hides the memory's latency; registers and 227 KiB limit it."""
+
+LOADED_ONCE, STORED_ONCE = False, False
+"""Whether the streams that a kernel loads, and those that it stores, leave the second-level cache first."""
+
+
+def shape_of(streams: Array) -> Shape:
+    """Sizes and pieces of streams [T, C, D]."""
+    return Shape(*streams.shape, most=PIECE)
+
+
+# ---- the walk over tiles ---------------------------------------------------------------------------
+
+
+Make = Callable[[Iterator[Array], Array], Iterable[Array]]
+"""Makes the streams to be projected from the arrays of a step, which it takes one by one, and their first column."""
+
+Sources = list[tuple[Block, Any, int]]
+"""(block of rows, matrix, first column) of every array of a step."""
+
+_WORDS = 4
+"""32-bit words of one copy."""
+
+
+def _addresses(ref: Any, first: Any, column: Any) -> list[Any]:
+    """Where a thread's two vectors of 8 columns of a tile in `ROWS_LAYOUT` lie; rows after the last repeat it."""
+    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+    rows, width = ir.MemRefType(ref.type).shape
+    thread = arith.andi(mgpu.utils.thread_idx(), arith.constant(i32, WARPS * LANES - 1))
+    four = arith.shrui(thread, arith.constant(i32, 2))  # threads of one row
+    # A warp has 16 rows, its threads the first 8 of them and the others.
+    above = arith.addi(four, arith.andi(four, arith.constant(i32, -8)))
+    place = arith.shli(arith.andi(thread, arith.constant(i32, 3)), arith.constant(i32, 3))
+    along = arith.extui(i64, arith.addi(column, place))
+
+    def address(half: int) -> Any:
+        row = arith.addi(first, arith.addi(above, arith.constant(i32, half)))
+        row = arith.extui(i64, arith.minsi(row, arith.constant(i32, rows - 1)))
+        start = arith.addi(arith.muli(row, arith.constant(i64, width)), along)
+        return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(ref), [start], ir.MemRefType(ref.type).element_type)
+
+    return [address(half) for half in (0, 8)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _WarpgroupStaged(Staged):
+    """`Staged` for blocks of several warpgroups, each of which has its own place and its own progress."""
+
+    warpgroups: int = 1
+
+    @property
+    def _threads(self) -> int:
+        return self.warpgroups * WARPS * LANES
+
+    @property
+    def _copies(self) -> int:
+        """Copies of a thread in one stage."""
+        return self.arrays * math.prod(self.layout.to_mgpu().registers_shape(self.shape))
+
+    @property
+    def buffer(self) -> Any:
+        return plgpu.SMEM((self.stages * self._copies * self._threads, _WORDS), jnp.int32)
+
+    def _slot(self, buffer: Any, stage: Any, number: int) -> Any:
+        i32 = ir.IntegerType.get_signless(32)
+        place = arith.muli(stage, arith.constant(i32, self._copies * self._threads))
+        place = arith.addi(place, arith.addi(arith.constant(i32, number * self._threads), mgpu.utils.thread_idx()))
+        place = arith.muli(place, arith.constant(i32, 4 * _WORDS))
+        return mgpu.utils.getelementptr(mgpu.utils.memref_ptr(buffer), [place], ir.IntegerType.get_signless(8))
+
+    def start(self, buffer: Any, stage: Any, sources: Sources, moved: Any) -> None:
+        if interpreting():
+            return
+        hint = ".L2::cache_hint" if LOADED_ONCE else ""
+
+        for number, (block, ref, column) in enumerate(sources):
+
+            @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *NUMBERS))
+            def body(_: Any, source: Any, target: Any, *numbers: Any, number: int = number) -> None:
+                first, start, stage = (n.registers.item() for n in numbers)
+                i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+                operands, constraints = [], "r,l"
+                if LOADED_ONCE:
+                    text = "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;"
+                    operands, constraints = [llvm.inline_asm(i64, [], text, "=l")], "r,l,l"
+                for i, address in enumerate(_addresses(source, first, start)):
+                    slot = llvm.ptrtoint(i32, self._slot(target, stage, 2 * number + i))
+                    text = f"cp.async.cg.shared.global{hint}.L2::128B [$0], [$1], 16{', $2' if LOADED_ONCE else ''};"
+                    _inline(text, constraints, slot, address, *operands)
+
+            body(ref, buffer, jnp.int32(block.first), jnp.int32(column) + moved, jnp.int32(stage))
+        self.close()
+
+
+def _store_once(block: Block, ref: Any, value: Array, column: int, moved: Any) -> None:
+    """`block.store` of a tile in `ROWS_LAYOUT` that leaves the second-level cache before other things do."""
+    if interpreting() or not STORED_ONCE:
+        block.store(ref, value, ROWS_LAYOUT, column=column, moved=moved)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS_LAYOUT, *NUMBERS[:2]))
+    def body(_: Any, target: Any, array: Any, *numbers: Any) -> None:
+        i32 = ir.IntegerType.get_signless(32)
+        addresses = _addresses(target, *(n.registers.item() for n in numbers))
+        for register, address in zip(array.registers.flat, addresses, strict=True):
+            four = mgpu.utils.bitcast(register, ir.VectorType.get((_WORDS,), i32))
+            words = [
+                vector.extract(four, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
+                for i in range(_WORDS)
+            ]
+            _inline("st.global.cs.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r", address, *words)
+
+    body(ref, value, jnp.int32(block.first), jnp.int32(column) + moved)
+
+
+def _inline(text: str, constraints: str, *operands: Any) -> None:
+    void = ir.Type.parse("!llvm.void")
+    llvm.inline_asm(void, list(operands), text, f"{constraints},~{{memory}}", has_side_effects=True)
+
+
+def _divided(number: Any, by: int) -> tuple[Any, Any]:
+    """Quotient and remainder of a number that is not negative: two instructions for powers of two."""
+    if by & (by - 1):
+        return lax.div(number, jnp.int32(by)), lax.rem(number, jnp.int32(by))
+    return number >> (by.bit_length() - 1), number & (by - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """How blocks share the tiles and pieces of streams.
+
+    arrays: loaded in a step. streams: projected in a step.
+    """
+
+    shape: Shape
+    arrays: int
+    streams: int
+    depth: Depth
+
+    @property
+    def warpgroups(self) -> int:
+        return self.depth.warpgroups
+
+    @property
+    def stages(self) -> int:
+        return self.depth.stages
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.shape.rows // TILE_ROWS)
+
+    @property
+    def groups(self) -> int:
+        """Blocks of one piece."""
+        return min(self.tiles, max(1, PROCESSORS // self.shape.pieces))
+
+    @property
+    def workers(self) -> int:
+        """Warpgroups of one piece."""
+        return self.groups * self.warpgroups
+
+    @property
+    def columns(self) -> int:
+        """Steps of 32 columns in a piece of one stream."""
+        return self.shape.piece // STEP
+
+    @property
+    def steps(self) -> int:
+        """Steps in a piece of all streams: for 32 columns after the other, the streams in ascending order."""
+        return self.columns * (self.shape.count // self.streams)
+
+    def place(self, step: Any) -> tuple[Any, Any]:
+        """(32 columns of the piece, first stream) of a step."""
+        columns, streams = _divided(step, self.shape.count // self.streams)
+        return columns, streams * self.streams
+
+    @property
+    def staged(self) -> _WarpgroupStaged:
+        return _WarpgroupStaged(ROWS_LAYOUT, (TILE_ROWS, STEP), jnp.bfloat16, self.arrays, self.stages, self.warpgroups)
+
+    def kernel(self, body: Callable[..., None], out_type: Any) -> Any:
+        """The kernel of `body`, whose scratch memory is (buffer, weights, barrier, rows for the interpreter)."""
+        weights = (self.shape.count * self.columns, PARTS * self.shape.mixes, STEP)
+        scratch = {
+            "buffer": self.staged.buffer,
+            "weights_s": plgpu.SMEM(weights, jnp.bfloat16, transforms=WEIGHT_TRANSFORMS),
+            "arrived": plgpu.Barrier(num_arrivals=self.shape.count * self.columns),
+        }
+        if interpreting():
+            rows = (self.warpgroups, TILE_ROWS, STEP)
+            scratch["rows_s"] = plgpu.SMEM(rows, jnp.bfloat16, transforms=WEIGHT_TRANSFORMS)
+        return plgpu.kernel(
+            body,
+            out_type=out_type,
+            grid=(self.groups, self.shape.pieces),
+            grid_names=("group", "piece"),
+            num_threads=self.warpgroups,
+            thread_name="warpgroup",
+            scratch_types=scratch,
+        )
+
+    def run(
+        self,
+        sources: Callable[[Block], Sources],
+        begin: Callable[[Block], Make],
+        weights_ref: Any,
+        partial_ref: Any,
+        *,
+        buffer: Any,
+        weights_s: Any,
+        arrived: Any,
+        rows_s: Any = None,
+    ) -> None:
+        """Project all tiles of this warpgroup.
+
+        sources: of a tile. begin: called once in a tile, gives the function of a step's arrays and first column that
+        makes the streams to be projected.
+        """
+        shape, staged, steps = self.shape, self.staged, self.steps
+        warpgroup, piece = lax.axis_index("warpgroup"), lax.axis_index("piece")
+        worker = warpgroup * self.groups + lax.axis_index("group")
+        first = piece * shape.piece
+
+        def moved_by(step: Any) -> Any:
+            columns, stream = self.place(step)
+            return stream * shape.size + first + columns * STEP
+
+        def start(done: Any) -> None:
+            """Start the loads of this warpgroup's step number `done`."""
+            number, step = _divided(done, steps)
+            tile = worker + number * self.workers
+
+            @pl.when(tile < self.tiles)
+            def _() -> None:
+                stage = _divided(done, self.stages)[1]
+                staged.start(buffer, stage, sources(Block(tile * TILE_ROWS)), moved_by(step))
+
+            @pl.when(tile >= self.tiles)
+            def _() -> None:
+                staged.close()
+
+        for number in range(self.stages - 1):
+            start(jnp.int32(number))
+        self._fetch_weights(warpgroup, first, weights_ref, weights_s, arrived)
+        plgpu.barrier_wait(arrived)
+
+        def visit(number: Array, carry: None) -> None:
+            block = Block((worker + number * self.workers) * TILE_ROWS)
+            make = begin(block)
+
+            def step(i: Array, sums: Sums) -> Sums:
+                done = number * steps + i
+                staged.wait()
+                moved = moved_by(i)
+                columns, first_stream = self.place(i)
+                stage = _divided(done, self.stages)[1]
+                taken = (staged.take(buffer, stage, at, source, moved) for at, source in enumerate(sources(block)))
+                squares, products = sums
+                made = list(make(taken, moved))
+                for value in made:
+                    numbers = floats(value)
+                    squares = squares + jnp.sum(numbers * numbers, axis=1)
+                # Loads go to where the step before this one was. Their branch stands here so that the compiler does
+                # not move work across it: there are not enough registers for both sides at once.
+                start(done + self.stages - 1)
+                rows = None if rows_s is None else rows_s.at[warpgroup]
+                for stream, value in enumerate(made):
+                    number_of_weights = (first_stream + stream) * self.columns + columns
+                    products = products + multiply(value, weights_s, number_of_weights, rows)
+                return squares, products
+
+            store_sums(block, partial_ref, lax.fori_loop(0, steps, step, no_sums(shape)), piece, shape)
+            return carry
+
+        lax.fori_loop(0, lax.div(self.tiles - worker + self.workers - 1, jnp.int32(self.workers)), visit, None)
+
+    def _fetch_weights(self, warpgroup: Array, first: Array, weights_ref: Any, weights_s: Any, arrived: Any) -> None:
+        """Start to copy the weights of a piece, whose first column is `first`, to shared memory."""
+        shape, columns = self.shape, self.columns
+        height = PARTS * shape.mixes
+
+        @pl.when(warpgroup == 0)
+        def _() -> None:
+            for stream in range(shape.count):
+                for i in range(columns):
+                    step = (stream * shape.size + first) // STEP + i
+                    plgpu.copy_gmem_to_smem(
+                        weights_ref.at[pl.ds(step * height, height)], weights_s.at[stream * columns + i], arrived
+                    )
+
+
+# ---- kernels ---------------------------------------------------------------------------------------
+
+
+def project(streams: Array, fn: Array) -> Array:
+    """Partial sums float32 [T, pieces * 32] of streams [T, C, D] and fn float32 [C*(2+C), C*D]."""
+    shape = shape_of(streams)
+    walk = Walk(shape, arrays=1, streams=1, depth=PROJECT)
+
+    def mhc_project_kernel(streams_ref: Any, weights_ref: Any, partial_ref: Any, **scratch: Any) -> None:
+        walk.run(
+            lambda block: [(block, streams_ref, 0)],
+            lambda block: lambda values, moved: values,
+            weights_ref,
+            partial_ref,
+            **scratch,
+        )
+
+    out = jax.ShapeDtypeStruct((shape.rows, shape.pieces * PARTIAL), jnp.float32)
+    return walk.kernel(mhc_project_kernel, out)(streams.reshape(shape.rows, -1), split_weights(fn))
+
+
+def expand_project(
+    y: Array, streams: Array, post: Array, comb: Array, pre: Array, fn: Array
+) -> tuple[Array, Array, Array]:
+    """(new streams [T, C, D], their collapse by `pre` [T, D], their partial sums as `project` gives them)."""
+    shape = shape_of(streams)
+    walk = Walk(shape, arrays=1 + shape.count, streams=shape.count, depth=BOUNDARY)
+    count = shape.count
+    columns = [i * shape.size for i in range(count)]
+
+    def mhc_boundary_kernel(
+        y_ref: Any, streams_ref: Any, post_ref: Any, comb_ref: Any, pre_ref: Any, weights_ref: Any,
+        new_ref: Any, collapsed_ref: Any, partial_ref: Any, **scratch: Any,
+    ) -> None:  # fmt: skip
+        def sources(block: Block) -> Sources:
+            return [(block, y_ref, 0), *((block, streams_ref, column) for column in columns)]
+
+        def begin(block: Block) -> Make:
+            def factors(ref: Any, numbers: range) -> list[Array]:
+                shape_of_step = (TILE_ROWS, STEP)
+                return [block.load(ref, ROWS_LAYOUT, shape_of_step, column=i, same=True) for i in numbers]
+
+            def make(values: Iterator[Array], moved: Array) -> list[Array]:
+                sublayer, *old = map(floats, values)
+                # Factors are loaded again in every step: there are not enough registers to keep them.
+                new = []
+                for j in range(count):
+                    comb_factors = factors(comb_ref, range(j, count * count, count))
+                    [post_factor] = factors(post_ref, range(j, j + 1))
+                    total = post_factor * sublayer + weighted_sum(comb_factors, old)
+                    new.append(rounded(total, streams.dtype, ROWS_LAYOUT))
+                collapsed = weighted_sum(factors(pre_ref, range(count)), list(map(floats, new)))
+                for column, value in zip(columns, new, strict=True):
+                    _store_once(block, new_ref, value, column, moved)
+                block.store(collapsed_ref, rounded(collapsed, y.dtype, ROWS_LAYOUT), ROWS_LAYOUT, moved=moved)
+                return new
+
+            return make
+
+        walk.run(sources, begin, weights_ref, partial_ref, **scratch)
+
+    flat = jax.ShapeDtypeStruct((shape.rows, shape.count * shape.size), streams.dtype)
+    out = (
+        flat,
+        jax.ShapeDtypeStruct(y.shape, y.dtype),
+        jax.ShapeDtypeStruct((shape.rows, shape.pieces * PARTIAL), jnp.float32),
+    )
+    new, collapsed, partial = walk.kernel(mhc_boundary_kernel, out)(
+        y, streams.reshape(flat.shape), post, comb.reshape(shape.rows, -1), pre, split_weights(fn)
+    )
+    return new.reshape(streams.shape), collapsed, partial
