@@ -12,8 +12,8 @@ at 36 cycles for each of two instructions 25,000 cycles of its tensor cores, 14 
     gates                      40 pieces a row                                               5 us
     norm, 4096 rows            84 MB                                                         20-26 us
 
-So `mhc_mix` takes 54-61 us at 4096 rows and the boundary 136-154 us; at 1 row 11-14 and 14-18 us. With `mma.sync`, whose
-weights every warp loaded from the second-level cache, they took 124-127, 276, 20 and 26 us.
+So `mhc_mix` takes 54-61 us at 4096 rows and the boundary 136-154 us; at 1 row 11-14 and 14-18 us. With `mma.sync`,
+for which every warp loaded the weights from the second-level cache, they took 124-127, 276, 20 and 26 us.
 """
 
 from __future__ import annotations

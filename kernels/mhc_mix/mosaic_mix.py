@@ -1,9 +1,9 @@
 """Coefficients of the hyper-connections, and the boundary between two sublayers.
 
 The projection is a matrix product of exact bfloat16 streams and float32 weights. Every weight is split into
-three bfloat16 parts that hold its 24 bits, so that tensor cores (`mma.sync`)
-give float32 products. For SM90 there are faster ones in `mosaic_sm90.py`. Tensor cores cut sums off instead of rounding them, so every 32 columns are a sum of their
-own, smallest parts first, and are added in float32. The split is a kernel of its own: in the
+three bfloat16 parts that hold its 24 bits, so that tensor cores (`mma.sync`; SM90 has faster ones, in
+`mosaic_sm90.py`) give float32 products. Tensor cores cut sums off instead of rounding them, so every 32 columns are
+a sum of their own, smallest parts first, and are added in float32. The split is a kernel of its own: in the
 projection it would be repeated for every tile of rows, and was two thirds of the instructions there. A block
 takes 64 rows and a fixed piece of every stream; a last kernel adds the pieces of a row in ascending order and
 makes the coefficients. Rows of a tile do not meet in a matrix product, and a row's pieces never depend on the
