@@ -11,6 +11,7 @@ import pytest
 
 from deepinfer_jax.demo import load_tokenizer
 from deepinfer_jax.evals.words import WORDS
+from deepinfer_jax.outputs import Logprobs
 
 from .demo_tools import FOLDER, tool
 
@@ -133,3 +134,28 @@ def test_import_brings_no_jax() -> None:
     """Guards against a data process that takes the accelerator's memory before the training does."""
     code = "import sys, data; sys.exit('jax' in sys.modules or 'deepinfer_jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=FOLDER, check=False).returncode == 0
+
+
+def test_comparison_counts_weighted_tokens_of_each_document(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Guards against a comparison of exported weights that counts prompts or padding, or joins documents."""
+    compare = tool("compare")
+    scored: list[list[int]] = []
+
+    def score(_: object, documents: list[list[int]], top_k: int, progress: bool) -> list[Logprobs]:
+        assert top_k == 1
+        assert not progress
+        scored.extend(documents)
+        results = []
+        for document in documents:
+            token = np.array([-float(i) for i in document[1:]], np.float32)
+            best = np.where(np.array(document[1:]) % 2 == 0, token, 0).astype(np.float32)
+            results.append(Logprobs(token, np.zeros((len(token), 1), np.int32), best[:, None]))
+        return results
+
+    monkeypatch.setattr("deepinfer_jax.score", score, raising=False)
+    tokens = np.array([[0, 3, 4, 1, 0, 5, 6, 0, 0]], np.uint16)
+    weights = np.array([[0, 0, 10, 10, 0, 0, 10, 0, 0]], np.uint8)
+    loss, right = compare.exported_figures(None, tokens, weights)
+    assert scored == [[0, 3, 4, 1], [0, 5, 6]]
+    assert loss == pytest.approx((4 + 1 + 6) / 3)
+    assert right == pytest.approx(2 / 3)  # of 4, 1 and 6 the even ones
