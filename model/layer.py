@@ -35,7 +35,7 @@ class LayerNumbers:
     tap_id: jax.Array
 
 
-def mix(setting: Setting, p: LayerParams, which: str, streams: jax.Array) -> tuple[jax.Array, ...]:
+def mix(setting: Setting, p: LayerParams, which: str, streams: jax.Array) -> Mix:
     """Hyper-connection coefficients (pre, post, comb) of sublayer `which` ("attn" or "ffn")."""
     config = setting.config
     return setting.kernels(

@@ -400,7 +400,7 @@ class _Product:
         rank = lax.axis_index("part")
 
         def publish(i: int, part: jax.Array) -> None:
-            partial_g.at[index, rank, :, pl.ds(i * s.chunk, s.chunk)][...] = part
+            _store_part(partial_g.at[index, rank, :, pl.ds(i * s.chunk, s.chunk)], part)
 
         self.drain(n, sums, publish, **barriers)
         _cluster_fence()
@@ -431,6 +431,14 @@ class _Product:
         ref.transpose((1, 0))[...] = values
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(ref, out_g.at[pl.ds(token + i * chunk, size), pl.ds(row, ROWS)])
+
+
+def _store_part(ref: Any, part: jax.Array) -> None:
+    """Write a chunk of a partial sum, whose rows may be shorter than the cache lines that newer jax asks for."""
+    if interpreting() or not hasattr(plgpu, "store"):
+        ref[...] = part
+    else:
+        plgpu.store(ref, part, optimized=False)
 
 
 def _cluster_fence() -> None:
