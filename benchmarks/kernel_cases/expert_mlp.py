@@ -14,7 +14,7 @@ from jax import lax
 
 from benchmarks.kernel_cases import Case, Check, CompileCase
 from deepinfer_jax.kernels import fp4_fragments
-from deepinfer_jax.kernels.expert_mlp import combine_experts, expert_mlp, mosaic_gpu, route, shapes, shared_mlp
+from deepinfer_jax.kernels.expert_mlp import combine_experts, expert_mlp, mosaic_products, route, shapes, shared_mlp
 from deepinfer_jax.kernels.quantization import GROUP, QuantTensor, dequantize, quantize_dequantize_fp8
 
 OP = "expert_mlp"
@@ -86,13 +86,11 @@ def _whole(x: Any, ids: Any, weights: Any, w1: Any, w3: Any, w2: Any, implementa
 
 
 def _gate_up(x: Any, factors: Any, tiles: Any, count: Any, w1: Any, w3: Any, quantize: bool = True, **more: Any) -> Any:
-    return mosaic_gpu.grouped_products().gate_up(
-        x, w1, w3, factors, tiles, count, limit=LIMIT, quantize=quantize, **more
-    )
+    return mosaic_products.gate_up(x, w1, w3, factors, tiles, count, limit=LIMIT, quantize=quantize, **more)
 
 
 def _down(hidden: Any, tiles: Any, count: Any, w2: Any, **more: Any) -> Any:
-    return mosaic_gpu.grouped_products().down(hidden, w2, tiles, count, **more)
+    return mosaic_products.down(hidden, w2, tiles, count, **more)
 
 
 @functools.partial(jax.jit, static_argnums=3)

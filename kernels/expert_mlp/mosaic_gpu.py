@@ -7,12 +7,10 @@ rows by expert and brings them back: integers and copies.
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import jax
 import jax.numpy as jnp
 
-from deepinfer_jax.kernels.expert_mlp import mosaic_rows, mosaic_sm90, mosaic_sm100
+from deepinfer_jax.kernels.expert_mlp import mosaic_products, mosaic_rows
 from deepinfer_jax.kernels.expert_mlp.shapes import group_rows, rows_of_pairs, sort_weights
 from deepinfer_jax.kernels.mosaic.quantize import quantize_rows
 from deepinfer_jax.kernels.mosaic.target import Architecture, architecture
@@ -28,11 +26,6 @@ def _target(function: str) -> Architecture:
         return architecture()
     except NotImplementedError as error:
         raise NotImplementedError(f"{function}: {error}") from None
-
-
-def grouped_products() -> ModuleType:
-    """The module with `gate_up` and `down` for the architecture that programs are compiled for."""
-    return mosaic_sm100 if _target("expert_mlp") == "sm100" else mosaic_sm90
 
 
 def _check_rows(function: str, x: jax.Array) -> None:
@@ -99,7 +92,7 @@ def expert_mlp(
 
     Weights: QuantTensor "fp4_sm90" (`repack.py`).
     """
-    products = grouped_products()
+    _target("expert_mlp")
     _check_rows("expert_mlp", x)
     w1, w3, w2 = map(_experts, (w1, w3, w2))
     grouped = group_rows(expert_ids, w1.shape[0])
@@ -108,8 +101,8 @@ def expert_mlp(
     rows = operand[jnp.maximum(grouped.source, 0)]
     factors = sort_weights(weights, grouped)
     work = (grouped.tiles, grouped.count)
-    hidden = products.gate_up(rows, w1, w3, factors, *work, limit=limit, quantize=quantize_input)
-    return rows_of_pairs(products.down(hidden, w2, *work), grouped)
+    hidden = mosaic_products.gate_up(rows, w1, w3, factors, *work, limit=limit, quantize=quantize_input)
+    return rows_of_pairs(mosaic_products.down(hidden, w2, *work), grouped)
 
 
 def shared_mlp(

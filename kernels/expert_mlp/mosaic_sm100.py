@@ -14,34 +14,20 @@ rows of the tile is: a row's bits depend on the row and the weights only.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from deepinfer_jax.kernels.expert_mlp.mosaic_middle import gated_hidden, store_columns
-from deepinfer_jax.kernels.expert_mlp.mosaic_stream import (
-    REDUCTION_NUMBERS,
-    ROW_TRANSFORMS,
-    Plan,
-    for_each_item,
-    plan,
-    programs,
-    smallest,
-    stream,
-)
+from deepinfer_jax.kernels.expert_mlp.mosaic_stream import Finish, Plan
 from deepinfer_jax.kernels.expert_mlp.shapes import LARGEST_ROWS, ROW_STEP
-from deepinfer_jax.kernels.fp4_fragments import TILE, TILE_WORDS
+from deepinfer_jax.kernels.fp4_fragments import TILE
 from deepinfer_jax.kernels.mosaic import fp4
 from deepinfer_jax.kernels.mosaic.stacked_tiles import LANES, split_tiles, stack_tiles
 from deepinfer_jax.kernels.mosaic.target import interpreting
-from deepinfer_jax.kernels.quantization import QuantTensor
 
 plgpu: Any = mosaic_gpu  # its types are not those of its functions
 
@@ -100,120 +86,29 @@ def _multiply(p: Plan, size: int, number: jax.Array, warpgroup: jax.Array, ring:
         plgpu.barrier_wait(done.at[warpgroup * BUFFERS + k % BUFFERS])
 
 
-def _kernel(*refs: Any, p: Plan, limit: float, quantize: bool) -> None:
-    weights: Sequence[tuple[Any, Any]]
-    if p.gated:
-        x, words1, scales1, words3, scales3, factors, tiles, count, out, *scratch = refs
-        weights = ((words1, scales1), (words3, scales3))
-    else:
-        x, words2, scales2, tiles, count, out, *scratch = refs
-        weights, factors = ((words2, scales2),), None
-    *ring, sums, operands, done, out_tiles, reduction = scratch
-    warpgroup = lax.axis_index("warpgroup")
-    registers = p.warpgroups == 2  # 384 threads share the registers evenly unless told otherwise
-
-    @pl.when(warpgroup == p.warpgroups)
-    def _() -> None:
-        if registers:
-            plgpu.set_max_registers(24, action="decrease")
-        stream(p, x, weights, tiles, count, ring)
-
-    @pl.when(warpgroup < p.warpgroups)
-    def _() -> None:
-        if registers:
-            plgpu.set_max_registers(240, action="increase")
-
-        def store_products(first: Any, rows: Any, column: Any, start: int, size: int) -> None:
-            place = pl.multiple_of(warpgroup * LARGEST_ROWS + start, ROW_STEP)
-            products = plgpu.async_load_tmem(sums.at[:, pl.ds(place, size)], layout=plgpu.Layout.TCGEN05)
-            plgpu.wait_load_tmem()
-            both = split_tiles(products)
-            first = pl.multiple_of(first + start, ROW_STEP)
-            store = functools.partial(store_columns, out, out_tiles.at[warpgroup], first, rows - start)
-            if p.gated:
-                scratch = reduction.at[warpgroup]
-                hidden = gated_hidden(*both, factors, first, limit=limit, quantize=quantize, scratch=scratch)
-                store(column * p.output_tiles + warpgroup, hidden)
-            else:
-                for a, values in enumerate(both[: p.accumulators]):
-                    store(column * p.output_tiles + a * p.warpgroups + warpgroup, values.astype(jnp.bfloat16))
-
-        def item(number: jax.Array, expert: Any, first: Any, rows: Any, column: Any) -> None:
-            del expert
-
-            def compute(size: int) -> None:
-                _multiply(p, size, number, warpgroup, ring, (sums, operands, done))
-                for start in range(0, size, STORED_ROWS):
-                    store_products(first, rows, column, start, min(STORED_ROWS, size - start))
-
-            lax.switch(smallest(p.row_choices, rows), [functools.partial(compute, size) for size in p.row_choices])
-
-        for_each_item(p, tiles, count, item)
-        plgpu.wait_smem_to_gmem(0)
+ORDERS_TENSOR_CORE = True
+"""Whether freeing a ring stage waits for tensor-core instructions that run by themselves."""
 
 
-def _grouped_product(p: Plan, rows: int, limit: float, quantize: bool, *operands: jax.Array) -> jax.Array:
-    depth = p.depth_tiles * TILE
-    arrivals = 5 if p.gated else 3
+def scratch(p: Plan) -> list[Any]:
+    """Memory of the products beside the ring: sums and weights in tensor memory, and a barrier for each operand."""
     buffers = p.warpgroups * BUFFERS
-    ring = [
-        plgpu.SMEM((p.stages, LARGEST_ROWS, depth), jnp.bfloat16, transforms=ROW_TRANSFORMS),
-        plgpu.SMEM((p.stages, p.weight_tiles, p.depth_tiles, *TILE_WORDS), jnp.uint32),
-        plgpu.SMEM((p.stages, p.weight_tiles, p.depth_tiles, TILE), jnp.uint16),
-        plgpu.Barrier(num_barriers=p.stages, num_arrivals=arrivals),
-        plgpu.Barrier(num_barriers=p.stages, num_arrivals=p.warpgroups, orders_tensor_core=True),
+    return [
+        plgpu.TMEM((LANES, p.warpgroups * LARGEST_ROWS), jnp.float32),
+        plgpu.TMEM((LANES, buffers * p.depth_tiles * TILE), jnp.bfloat16, packed=True),
+        plgpu.Barrier(num_barriers=buffers, orders_tensor_core=True),
     ]
-    return plgpu.kernel(
-        functools.partial(_kernel, p=p, limit=limit, quantize=quantize),
-        out_type=jax.ShapeDtypeStruct((rows, p.columns), jnp.bfloat16),
-        grid=(programs(),),
-        grid_names=("program",),
-        num_threads=p.warpgroups + 1,
-        thread_name="warpgroup",
-        scratch_types=[
-            *ring,
-            plgpu.TMEM((LANES, p.warpgroups * LARGEST_ROWS), jnp.float32),
-            plgpu.TMEM((LANES, buffers * depth), jnp.bfloat16, packed=True),
-            plgpu.Barrier(num_barriers=buffers, orders_tensor_core=True),
-            plgpu.SMEM((p.warpgroups, TILE, TILE), jnp.bfloat16, transforms=ROW_TRANSFORMS),
-            plgpu.SMEM((p.warpgroups, REDUCTION_NUMBERS), jnp.float32),
-        ],
-    )(*operands)
 
 
-def gate_up(
-    x: jax.Array,
-    w1: QuantTensor,
-    w3: QuantTensor,
-    factors: jax.Array,
-    tiles: jax.Array,
-    count: jax.Array,
-    *,
-    limit: float,
-    quantize: bool,
-    row_choices: tuple[int, ...] | None = None,
-) -> jax.Array:
-    """Hidden rows of the experts, ready for `down`: both products, clamp, SiLU, routing weight, quantisation.
-
-    Args:
-        x: bfloat16 [R, D] rows sorted by expert, already quantised. w1, w3: "fp4_sm90" [E, N, D].
-        factors: float32 [R]. tiles, count: of `shapes.group_rows`; rows outside tiles stay undefined.
-        row_choices: for tests that the choice changes no bit; the last one has to be LARGEST_ROWS.
-    Returns: bfloat16 [R, N].
-    """
-    p = plan(w1.shape[1], w1.shape[2], row_choices, gated=True)
-    operands = (x, w1.data, w1.scale, w3.data, w3.scale, factors, tiles, count)
-    return _grouped_product(p, x.shape[0], limit, quantize, *operands)
-
-
-def down(
-    hidden: jax.Array,
-    w2: QuantTensor,
-    tiles: jax.Array,
-    count: jax.Array,
-    *,
-    row_choices: tuple[int, ...] | None = None,
-) -> jax.Array:
-    """hidden bfloat16 [R, N] times w2 "fp4_sm90" [E, D, N] -> bfloat16 [R, D]; rows outside tiles are undefined."""
-    p = plan(w2.shape[1], w2.shape[2], row_choices, gated=False)
-    return _grouped_product(p, hidden.shape[0], np.inf, False, hidden, w2.data, w2.scale, tiles, count)
+def multiply(
+    p: Plan, size: int, number: jax.Array, warpgroup: jax.Array, ring: Any, memory: Any, finish: Finish
+) -> None:
+    """Products of this warpgroup's weight tiles with `size` rows of one item, to `finish` STORED_ROWS at a time."""
+    _multiply(p, size, number, warpgroup, ring, memory)
+    for start in range(0, size, STORED_ROWS):
+        place = pl.multiple_of(warpgroup * LARGEST_ROWS + start, ROW_STEP)
+        products = plgpu.async_load_tmem(
+            memory[0].at[:, pl.ds(place, min(STORED_ROWS, size - start))], layout=plgpu.Layout.TCGEN05
+        )
+        plgpu.wait_load_tmem()
+        finish(split_tiles(products)[: p.accumulators], start)

@@ -35,6 +35,10 @@ ROW_TRANSFORMS = (plgpu.TilingTransform((8, TILE)), plgpu.SwizzleTransform(128))
 """Rows of bfloat16 in shared memory, as `wgmma` and the copy engine want them."""
 
 
+Finish = Callable[[Sequence[jax.Array], int], None]
+"""(sums float32 [64, n] of a warpgroup's weight tiles, number of their first row in the item) -> None."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """Static shape of one grouped product.

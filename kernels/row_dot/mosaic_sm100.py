@@ -28,6 +28,7 @@ from jax.typing import DTypeLike
 from deepinfer_jax.kernels.mosaic.fp8 import ROWS as DECODED_ROWS
 from deepinfer_jax.kernels.mosaic.fp8 import dequantize_tile, load_block_scales
 from deepinfer_jax.kernels.mosaic.quantize import TILE_COLUMNS, quantize_tile
+from deepinfer_jax.kernels.mosaic.shared_memory import swizzled
 from deepinfer_jax.kernels.mosaic.target import interpreting
 from deepinfer_jax.kernels.quantization import GROUP, QuantTensor
 from deepinfer_jax.kernels.row_dot.shapes_sm100 import PROCESSORS, RING, ROWS, Schedule
@@ -39,14 +40,6 @@ _SUMS = plgpu.Layout.TCGEN05
 _ISSUE, _EPILOGUE, _DECODE = 0, 1, 2
 _DECODERS = ROWS // DECODED_ROWS
 _FETCH_WARP, _PRODUCT_WARP = 0, 1
-
-
-def _swizzled(columns: int, dtype: DTypeLike) -> tuple[Any, ...]:
-    """Transforms of a shared-memory tile whose rows have at least `columns` elements."""
-    size = jnp.dtype(dtype).itemsize
-    swizzle = min(128, columns * size)
-    tiling = plgpu.TilingTransform((8, swizzle // size))  # type: ignore[abstract]
-    return (tiling, plgpu.SwizzleTransform(swizzle))  # type: ignore[abstract]
 
 
 def product(
@@ -96,12 +89,12 @@ class _Product:
         s = self.schedule
         weight_dtype = jnp.uint8 if self.packed else jnp.bfloat16
         scratch = {
-            "x_s": plgpu.SMEM((s.stages, s.tokens, s.step), jnp.bfloat16, transforms=_swizzled(s.step, jnp.bfloat16)),
-            "w_s": plgpu.SMEM((s.stages, ROWS, s.step), weight_dtype, transforms=_swizzled(s.step, weight_dtype)),
+            "x_s": plgpu.SMEM((s.stages, s.tokens, s.step), jnp.bfloat16, transforms=swizzled(s.step, jnp.bfloat16)),
+            "w_s": plgpu.SMEM((s.stages, ROWS, s.step), weight_dtype, transforms=swizzled(s.step, weight_dtype)),
             "o_s": plgpu.SMEM(
                 (min(2, s.tokens // s.chunk), s.chunk, ROWS),
                 self.out_dtype,
-                transforms=_swizzled(ROWS, self.out_dtype),
+                transforms=swizzled(ROWS, self.out_dtype),
             ),
             "sums": plgpu.TMEM((ROWS, s.tensor_columns), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=s.stages),
@@ -112,7 +105,7 @@ class _Product:
         if s.quantizing:
             scratch["ready"] = plgpu.Barrier(num_barriers=s.stages)
         if self.packed:
-            scratch["a_s"] = plgpu.SMEM((RING, ROWS, s.step), jnp.bfloat16, transforms=_swizzled(s.step, jnp.bfloat16))
+            scratch["a_s"] = plgpu.SMEM((RING, ROWS, s.step), jnp.bfloat16, transforms=swizzled(s.step, jnp.bfloat16))
             scratch["decoded"] = plgpu.Barrier(num_arrivals=_DECODERS, num_barriers=RING)
             scratch["multiplied"] = plgpu.Barrier(num_barriers=RING, orders_tensor_core=True)
         if self.ranks > 1:

@@ -20,20 +20,13 @@ from jax.typing import DTypeLike
 
 from deepinfer_jax.kernels.mosaic.fp8 import dequantize_tile, load_block_scales
 from deepinfer_jax.kernels.mosaic.quantize import TILE_COLUMNS, quantize_tile
+from deepinfer_jax.kernels.mosaic.shared_memory import swizzled
 from deepinfer_jax.kernels.mosaic.target import interpreting
 from deepinfer_jax.kernels.quantization import GROUP, QuantTensor
 from deepinfer_jax.kernels.row_dot.shapes import BLOCK, PROCESSORS, RESIDENT, Schedule
 from deepinfer_jax.kernels.tiling import pad_rows
 
 _WGMMA = plgpu.Layout.WGMMA
-
-
-def _swizzled(columns: int, dtype: DTypeLike) -> tuple[Any, ...]:
-    """Transforms of a shared-memory tile whose rows have at least `columns` elements."""
-    size = jnp.dtype(dtype).itemsize
-    swizzle = min(128, columns * size)
-    tiling = plgpu.TilingTransform((8, swizzle // size))  # type: ignore[abstract]
-    return (tiling, plgpu.SwizzleTransform(swizzle))  # type: ignore[abstract]
 
 
 def product(
@@ -92,14 +85,14 @@ class _Product:
         s = self.schedule
         weight_dtype = jnp.uint8 if self.packed else jnp.bfloat16
         scratch = {
-            "x_s": plgpu.SMEM((s.stages, s.tokens, s.step), jnp.bfloat16, transforms=_swizzled(s.step, jnp.bfloat16)),
+            "x_s": plgpu.SMEM((s.stages, s.tokens, s.step), jnp.bfloat16, transforms=swizzled(s.step, jnp.bfloat16)),
             "w_s": plgpu.SMEM(
-                (s.stages, s.weight_rows, s.step), weight_dtype, transforms=_swizzled(s.step, weight_dtype)
+                (s.stages, s.weight_rows, s.step), weight_dtype, transforms=swizzled(s.step, weight_dtype)
             ),
             "o_s": plgpu.SMEM(
                 (s.warpgroups, min(2, s.tokens // s.chunk), s.chunk, BLOCK),
                 self.out_dtype,
-                transforms=_swizzled(BLOCK, self.out_dtype),
+                transforms=swizzled(BLOCK, self.out_dtype),
             ),
             "full": plgpu.Barrier(num_arrivals=1 if s.quantizing else 2, num_barriers=s.stages),
             "empty": plgpu.Barrier(num_arrivals=s.warpgroups, num_barriers=s.stages),
@@ -109,7 +102,7 @@ class _Product:
             scratch["ready"] = plgpu.Barrier(num_barriers=s.stages)
         if interpreting() and self.packed:  # where the interpreter's products find the decoded weights
             scratch["a_s"] = plgpu.SMEM(
-                (s.warpgroups, BLOCK, s.step), jnp.bfloat16, transforms=_swizzled(s.step, jnp.bfloat16)
+                (s.warpgroups, BLOCK, s.step), jnp.bfloat16, transforms=swizzled(s.step, jnp.bfloat16)
             )
         if self.ranks > 1:
             scratch["together"] = plgpu.ClusterBarrier(collective_axes=("part",), num_arrivals=s.warpgroups)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.kernels import fp4_fragments
-from deepinfer_jax.kernels.expert_mlp import combine_experts, expert_mlp, mosaic_sm90, route, shapes, shared_mlp
+from deepinfer_jax.kernels.expert_mlp import combine_experts, expert_mlp, mosaic_stream, route, shapes, shared_mlp
 from deepinfer_jax.kernels.expert_mlp.repack import repack
 from deepinfer_jax.kernels.mosaic import interpret
 from deepinfer_jax.kernels.quantization import QuantTensor, dequantize
@@ -135,8 +135,8 @@ def test_grouping(rows: int, chosen: int, experts: int) -> None:
 @pytest.mark.fast
 def test_released_plans() -> None:
     """Guards the split of the released products: two warpgroups, two tiles each, 4 stages of 128 columns of K."""
-    wide = mosaic_sm90.plan(RELEASED.expert_width, RELEASED.hidden, gated=True)
-    narrow = mosaic_sm90.plan(RELEASED.hidden, RELEASED.expert_width, gated=False)
+    wide = mosaic_stream.plan(RELEASED.expert_width, RELEASED.hidden, gated=True)
+    narrow = mosaic_stream.plan(RELEASED.hidden, RELEASED.expert_width, gated=False)
     for p, items, steps in ((wide, 18, 40), (narrow, 20, 18)):
         assert (p.warpgroups, p.accumulators, p.depth_tiles, p.stages) == (2, 2, 2, 4)
         assert (p.column_items, p.steps) == (items, steps)

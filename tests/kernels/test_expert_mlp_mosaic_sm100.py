@@ -19,9 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from deepinfer_jax.kernels.expert_mlp import (
     combine_experts,
     expert_mlp,
-    mosaic_gpu,
+    mosaic_products,
     mosaic_sm90,
     mosaic_sm100,
+    mosaic_stream,
     route,
     shapes,
     shared_mlp,
@@ -116,7 +117,7 @@ def test_memory_of_released_products() -> None:
         (RELEASED.expert_width, RELEASED.hidden, True),
         (RELEASED.hidden, RELEASED.expert_width, False),
     ):
-        p = mosaic_sm100.plan(columns, depth, gated=gated)
+        p = mosaic_stream.plan(columns, depth, gated=gated)
         assert (p.warpgroups, p.accumulators, p.depth_tiles, p.stages) == (2, 2, 2, 4)
         assert p.warpgroups * (shapes.LARGEST_ROWS + mosaic_sm100.BUFFERS * p.depth_tiles * 64 // 2) == 512
 
@@ -168,10 +169,10 @@ def test_long_product() -> None:
     rows = np.zeros((shapes.row_capacity(20, 2), 640), np.float32)
     rows[:32] = bf16_normal(rng, 32, 640)
     tiles, count = jnp.array([[1, 0, 8], [0, 8, 24]], jnp.int32), jnp.array([2], jnp.int32)
-    p = mosaic_sm100.plan(192, 640, gated=False)
+    p = mosaic_stream.plan(192, 640, gated=False)
     assert (p.steps, p.column_items, p.accumulators) == (5, 3, 1)
     with interpret("sm100", detect_races=True):
-        y = mosaic_sm100.down(jnp.asarray(rows, jnp.bfloat16), repack(weight), tiles, count, row_choices=(32, 128))
+        y = mosaic_products.down(jnp.asarray(rows, jnp.bfloat16), repack(weight), tiles, count, row_choices=(32, 128))
     exact = weight_values(weight)
     expected = np.concatenate([rows[:8] @ exact[1].T, rows[8:32] @ exact[0].T])
     error = np.abs(values(np.asarray(y))[:32] - expected)
@@ -222,6 +223,6 @@ def test_routing_and_sum() -> None:
 def test_architectures_have_products_of_their_own() -> None:
     """Guards the choice of the kernels: Hopper's instructions do not exist on Blackwell."""
     with interpret("sm90"):
-        assert mosaic_gpu.grouped_products() is mosaic_sm90
+        assert mosaic_products.tensor_cores() is mosaic_sm90
     with interpret("sm100"):
-        assert mosaic_gpu.grouped_products() is mosaic_sm100
+        assert mosaic_products.tensor_cores() is mosaic_sm100
