@@ -1,10 +1,12 @@
 """The engine on an accelerator: equal bits in any arrangement, and whether the device waits for the host.
 
-    PYTHONPATH=. python benchmarks/engine_device.py [--json FILE] [--seconds 150]
+    PYTHONPATH=. python benchmarks/engine_device.py [--json FILE] [--schedules 1000] [--processes 12]
 
-Requests of the demo model are run one by one without overlap and shared prefixes, then in random
-arrangements; every result must have the same bits. Then steps are timed with and without overlap, and a
-profile of some steps gives the share of the time in which the device has nothing to do between programs.
+Steps are timed with and without overlap, and a profile of some steps gives the share of the time in which the device
+has nothing to do between programs: decode steps of a few rows, whose launches take longer than their work, and steps
+of long prompts. Then requests of the demo model are run one by one without overlap and shared prefixes, and in random
+arrangements; every result must have the same bits. Arrangements are shared by processes, because one leaves the
+device idle most of the time; each compares with requests that it ran alone itself.
 """
 
 from __future__ import annotations
@@ -13,9 +15,13 @@ import argparse
 import datetime
 import glob
 import gzip
+import itertools
 import json
+import os
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from typing import Any
@@ -30,6 +36,12 @@ from deepinfer_jax.engine.runtime_config import RuntimeConfig
 from deepinfer_jax.sampling_params import SamplingParams
 
 SIZES: dict[str, Any] = {"slots": 16, "rows": (64,), "context": 1024}
+
+STEPS: dict[str, dict[str, int]] = {
+    "decode, 1 sequence": {"sequences": 1},
+    "decode, 16 sequences": {"sequences": 16},
+    "prompts, 1024 rows": {"sequences": 16, "rows": 1024, "prompt": 4000},
+}
 
 
 def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
@@ -46,14 +58,15 @@ def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
     return result
 
 
-def same_bits(params: Any, seconds: float) -> dict[str, Any]:
-    """Schedules whose results were compared, and those that differed."""
+def same_bits(params: Any, first: int, count: int) -> dict[str, Any]:
+    """Schedules `first` to `first` + `count` - 1: how many results were compared, and which differed."""
     work = requests(24)
     with Engine(params, RuntimeConfig(**SIZES, prefix_sharing=False, overlap=False)) as engine:
         alone = [engine.generate([prompt], sampling)[0] for prompt, sampling in work]
-    start, schedules, different, cached, preemptions = time.perf_counter(), 0, 0, 0, 0
-    while time.perf_counter() - start < seconds:
-        rng = random.Random(schedules)
+    found = {"schedules": 0, "results": 0, "different": 0, "cached_rows": 0, "preemptions": 0}
+    start = time.perf_counter()
+    for seed in range(first, first + count):
+        rng = random.Random(seed)
         order = [rng.randrange(len(work)) for _ in range(rng.choice([2, 8, 20, 40]))]
         chunk = rng.choice([None, 7, 32])
         with Engine(params, RuntimeConfig(**SIZES, prefill_chunk=chunk)) as engine:
@@ -62,17 +75,52 @@ def same_bits(params: Any, seconds: float) -> dict[str, Any]:
                 engine.step()
                 if rng.random() < 0.03 and engine.scheduler.running:
                     engine.scheduler.preempt(rng.choice(engine.scheduler.running))
-            different += sum(output != alone[i] for i, output in zip(order, call.outputs(), strict=True))
-            cached, preemptions = cached + engine.stats.cached_rows, preemptions + engine.stats.preemptions
-        schedules += 1
-    return {"schedules": schedules, "different": different, "cached_rows": cached, "preemptions": preemptions}
+            found["different"] += sum(output != alone[i] for i, output in zip(order, call.outputs(), strict=True))
+            found["cached_rows"] += engine.stats.cached_rows
+            found["preemptions"] += engine.stats.preemptions
+        found["schedules"] += 1
+        found["results"] += len(order)
+    return found | {"seconds": time.perf_counter() - start}
 
 
-def timed_steps(params: Any, overlap: bool, sequences: int, profile: bool) -> dict[str, Any]:
-    """Median milliseconds of a decode step; with a profile the idle share of the device's busiest line."""
+def same_bits_in_processes(schedules: int, processes: int) -> dict[str, Any]:
+    """`same_bits` of schedules 0 to `schedules` - 1, a stretch in each process; sums, and seconds of the slowest."""
+    bounds = [schedules * i // processes for i in range(processes + 1)]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    start = time.perf_counter()
+    children = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--part", f"{first}:{last - first}"],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for first, last in itertools.pairwise(bounds)
+    ]
+    total: dict[str, Any] = {"processes": processes, "failed_processes": 0, "seconds": 0.0}
+    for child in children:
+        text, _ = child.communicate()
+        if child.returncode:
+            total["failed_processes"] += 1
+            continue
+        found = json.loads(text.splitlines()[-1])
+        total["seconds"] = max(total["seconds"], found.pop("seconds"))
+        for name, number in found.items():
+            total[name] = total.get(name, 0) + number
+    return total | {"seconds_with_start": time.perf_counter() - start}
+
+
+def timed_steps(params: Any, overlap: bool, sequences: int, rows: int = 64, prompt: int = 1) -> dict[str, Any]:
+    """Median milliseconds of a step, and the idle share of the device's busiest line in a profile of 10 steps.
+
+    prompt: tokens of each prompt; long enough, and the steps are those of prompts, of `rows` rows each.
+    """
     figures: dict[str, Any] = {}
-    with Engine(params, RuntimeConfig(**SIZES, overlap=overlap)) as engine:
-        engine.submit([[5 + i] for i in range(sequences)], max_tokens=200, ignore_eos=True)
+    sizes = SIZES | {"rows": (rows,), "context": max(SIZES["context"], 2 * prompt)}
+    with Engine(params, RuntimeConfig(**sizes, overlap=overlap, prefix_sharing=False)) as engine:
+        rng = random.Random(1)
+        prompts = [[5 + i] + [rng.randrange(3, 3000) for _ in range(prompt - 1)] for i in range(sequences)]
+        engine.submit(prompts, max_tokens=200, ignore_eos=True)
         for _ in range(10):
             engine.step()
         times = []
@@ -81,13 +129,12 @@ def timed_steps(params: Any, overlap: bool, sequences: int, profile: bool) -> di
             engine.step()
             times.append(time.perf_counter() - start)
         figures["step_ms"] = statistics.median(times) * 1e3
-        if profile:
-            with tempfile.TemporaryDirectory() as folder:
-                with jax.profiler.trace(folder):
-                    for _ in range(10):
-                        engine.step()
-                    jax.block_until_ready(engine._runner._newest)
-                figures |= idle_share(folder)
+        with tempfile.TemporaryDirectory() as folder:
+            with jax.profiler.trace(folder):
+                for _ in range(10):
+                    engine.step()
+                jax.block_until_ready(engine._runner._newest)
+            figures |= idle_share(folder)
     return figures
 
 
@@ -128,8 +175,14 @@ def idle_share(folder: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--seconds", type=float, default=60, help="for the random arrangements")
+    parser.add_argument("--schedules", type=int, default=100, help="random arrangements")
+    parser.add_argument("--processes", type=int, default=1, help="that share them")
+    parser.add_argument("--part", metavar="FIRST:COUNT", help="only these arrangements, as one line of JSON")
     arguments = parser.parse_args()
+    if arguments.part:
+        first, count = map(int, arguments.part.split(":"))
+        print(json.dumps(same_bits(deepinfer_jax.load_params("demo", unpack=False), first, count)))
+        return
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "device": jax.devices()[0].device_kind,
@@ -143,7 +196,7 @@ def main() -> None:
                 json.dump(result, file, indent=1)
 
     start = time.perf_counter()
-    params = deepinfer_jax.load_params("demo", unpack=True)
+    params = deepinfer_jax.load_params("demo", unpack=False)
     with Engine(params, RuntimeConfig(**SIZES)) as engine:
         output = engine.generate("Once upon a time", max_tokens=8, temperature=0, logprobs=0)[0]
     assert output.outputs[0].logprobs is not None
@@ -151,11 +204,10 @@ def main() -> None:
     result["text"], result["logprobs"] = output.text, np.round(output.outputs[0].logprobs, 4).tolist()
     save()
     for overlap in (True, False):
-        for sequences in (1, 16):
-            name = f"overlap {overlap}, {sequences} sequences"
-            result[name] = timed_steps(params, overlap, sequences, profile=True)
+        for name, sizes in STEPS.items():
+            result[f"{name}, overlap {overlap}"] = timed_steps(params, overlap, **sizes)
             save()
-    result["bits"] = same_bits(params, arguments.seconds)
+    result["bits"] = same_bits_in_processes(arguments.schedules, arguments.processes)
     save()
 
 

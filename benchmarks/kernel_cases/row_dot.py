@@ -226,6 +226,9 @@ PLANS = (
     Schedule(4, 8, 2, 128, 5, True, paired=True),
     Schedule(4, 64, 2, 64, 5, True, paired=True),
     Schedule(4, 192, 2, 64, 3, False),
+    Schedule(6, 8, 2, 128, 5, True, paired=True),
+    Schedule(6, 64, 2, 64, 5, True, paired=True),
+    Schedule(6, 192, 2, 64, 3, False),
 )
 """Tiles, pipelines and ways to add parts that must give the same bits for the same number of parts."""
 

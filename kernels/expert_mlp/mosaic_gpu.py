@@ -1,8 +1,8 @@
 """Mosaic-GPU mixture of experts: FP4 experts, FP8 shared expert, bfloat16 rows, profile `reference`.
 
 Experts have to be in the kernels' order (`repack.py`; Hopper's and Blackwell's kernels share it), which the engine
-sees to when it loads weights: repacking inside a program would cost more than the products. Between kernels XLA sorts
-rows by expert and brings them back: integers and copies.
+sees to when it loads weights: repacking inside a program would cost more than the products. Few rows are sorted by
+expert and brought back by kernels (`mosaic_grouping.py`), many by XLA (`shapes.py`): integers and copies.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from deepinfer_jax.kernels.expert_mlp import mosaic_products, mosaic_rows
+from deepinfer_jax.kernels.expert_mlp import mosaic_grouping, mosaic_products, mosaic_rows
 from deepinfer_jax.kernels.expert_mlp.shapes import group_rows, rows_of_pairs, sort_weights
 from deepinfer_jax.kernels.mosaic.quantize import quantize_rows
 from deepinfer_jax.kernels.mosaic.target import Architecture, architecture
@@ -95,14 +95,22 @@ def expert_mlp(
     _target("expert_mlp")
     _check_rows("expert_mlp", x)
     w1, w3, w2 = map(_experts, (w1, w3, w2))
-    grouped = group_rows(expert_ids, w1.shape[0])
+    experts = w1.shape[0]
+
+    def products(rows: jax.Array, factors: jax.Array, tiles: jax.Array, count: jax.Array) -> jax.Array:
+        hidden = mosaic_products.gate_up(rows, w1, w3, factors, tiles, count, limit=limit, quantize=quantize_input)
+        return mosaic_products.down(hidden, w2, tiles, count)
+
+    if expert_ids.size <= mosaic_grouping.MOST_PAIRS:
+        few = mosaic_grouping.sort_rows(x, expert_ids, weights, experts, quantize=quantize_input)
+        y = products(few.rows, few.factors, few.tiles, few.count)
+        return mosaic_grouping.rows_of_pairs(y, few.position, expert_ids, experts)
+    grouped = group_rows(expert_ids, experts)
     operand = quantize_rows(x) if quantize_input else x
     # Padding rows copy token 0: what they compute is not read.
     rows = operand[jnp.maximum(grouped.source, 0)]
-    factors = sort_weights(weights, grouped)
-    work = (grouped.tiles, grouped.count)
-    hidden = mosaic_products.gate_up(rows, w1, w3, factors, *work, limit=limit, quantize=quantize_input)
-    return rows_of_pairs(mosaic_products.down(hidden, w2, *work), grouped)
+    y = products(rows, sort_weights(weights, grouped), grouped.tiles, grouped.count)
+    return rows_of_pairs(y, grouped)
 
 
 def shared_mlp(

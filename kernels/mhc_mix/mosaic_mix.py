@@ -13,7 +13,6 @@ row count.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -77,7 +76,8 @@ class Shape:
 
     @property
     def piece(self) -> int:
-        return math.gcd(self.size, self.most)
+        steps = self.size // STEP
+        return STEP * max(n for n in range(1, self.most // STEP + 1) if steps % n == 0)
 
     @property
     def pieces(self) -> int:
@@ -354,9 +354,14 @@ def expand_project(
 COUNT = 4
 """Streams that the coefficients are written for: four numbers of a row stand in four neighbouring threads."""
 
-GATE_ROWS = 32
+GATE_ROWS = 16
 GATE_SHAPE = (GATE_ROWS, COUNT)
-GATE_LAYOUT = tiled_layout(((GATE_ROWS, COUNT), (GATE_ROWS // 4, COUNT), (1,)), (-5,), (-3, -2), -1)
+GATE_LAYOUT = tiled_layout(
+    ((GATE_ROWS, COUNT), (GATE_ROWS // 4, COUNT), (1,)), (-5,), (plgpu.Replicated(2), -3, -2), -1
+)
+TOTALS_LAYOUT = tiled_layout(((GATE_ROWS, PARTIAL), (GATE_ROWS // 4, PARTIAL), (4,)), (-5,), (-3, -2), -1)
+"""Numbers of 16 rows as they lie in memory: 16 bytes a thread. With a number a thread, most of the time went by in
+waiting for loads."""
 
 
 def _across(x: Array, instruction: str) -> Array:
@@ -417,14 +422,18 @@ def coefficients(
 ) -> tuple[Array, Array, Array]:
     """(pre, post, comb) from the partial sums of `project`."""
 
-    def mhc_gates_kernel(partial_ref: Any, base_ref: Any, scale_ref: Any, pre_ref: Any, post_ref: Any, comb_ref: Any):
+    def mhc_gates_kernel(
+        partial_ref: Any, base_ref: Any, scale_ref: Any, pre_ref: Any, post_ref: Any, comb_ref: Any, totals_s: Any
+    ) -> None:
         block = Block(lax.axis_index("block") * GATE_ROWS)
+        # Sums of the pieces, first to last.
+        totals = block.load(partial_ref, TOTALS_LAYOUT, (GATE_ROWS, PARTIAL), terms=shape.pieces, apart=PARTIAL)
+        Block(0).store(totals_s, totals, TOTALS_LAYOUT)
+        plgpu.commit_smem()
 
         def total(column: int, same: bool = False) -> Array:
-            """Sum of the pieces, first to last, of four numbers or (same) of one number for all four."""
-            return block.load(
-                partial_ref, GATE_LAYOUT, GATE_SHAPE, column=column, same=same, terms=shape.pieces, apart=PARTIAL
-            )
+            """Four numbers of each row, or (same) one number for all four."""
+            return Block(0).load(totals_s, GATE_LAYOUT, GATE_SHAPE, column=column, same=same)
 
         squares = total(shape.mixes, same=True)
         mean = squares * np.float32(1.0 / (shape.count * shape.size))
@@ -445,6 +454,10 @@ def coefficients(
     four = jax.ShapeDtypeStruct((shape.rows, COUNT), jnp.float32)
     out = (four, four, jax.ShapeDtypeStruct((shape.rows, COUNT * COUNT), jnp.float32))
     pre, post, comb = plgpu.kernel(
-        mhc_gates_kernel, out_type=out, grid=(-(-shape.rows // GATE_ROWS),), grid_names=("block",)
+        mhc_gates_kernel,
+        out_type=out,
+        grid=(-(-shape.rows // GATE_ROWS),),
+        grid_names=("block",),
+        scratch_types=[plgpu.SMEM((GATE_ROWS, PARTIAL), jnp.float32)],
     )(partial, base.reshape(1, -1), scale.reshape(1, -1))
     return pre, post, comb.reshape(-1, COUNT, COUNT)

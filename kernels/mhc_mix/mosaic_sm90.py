@@ -33,20 +33,22 @@ from deepinfer_jax.kernels.mhc_mix.mosaic_mix import (
     store_sums,
 )
 from deepinfer_jax.kernels.mhc_mix.mosaic_rows import weighted_sum
+from deepinfer_jax.kernels.mhc_mix.mosaic_sm90_factors import Factors
 from deepinfer_jax.kernels.mhc_mix.mosaic_sm90_product import (
     NUMBERS,
     WEIGHT_TRANSFORMS,
+    fetch_weights,
     floats,
     multiply,
-    split_weights,
 )
 from deepinfer_jax.kernels.mosaic.rows import LANES, WARPS, Block, Staged, rounded
 from deepinfer_jax.kernels.mosaic.target import interpreting
 
 Array = jax.Array
 
-PIECE = 128
-"""Columns of every stream in one piece, at most: weights of 72 KiB."""
+PIECE = 160
+"""Columns of every stream in one piece, at most: weights of 90 KiB. Released streams are 32 such pieces, and 4096 rows
+the same number of tiles for each of 4 blocks a piece."""
 
 PROCESSORS = 132
 """Blocks that run at the same time; a block fills a multiprocessor. Results do not depend on it."""
@@ -241,13 +243,14 @@ class Walk:
     def staged(self) -> _WarpgroupStaged:
         return _WarpgroupStaged(ROWS_LAYOUT, (TILE_ROWS, STEP), jnp.bfloat16, self.arrays, self.stages, self.warpgroups)
 
-    def kernel(self, body: Callable[..., None], out_type: Any) -> Any:
-        """The kernel of `body`, whose scratch memory is (buffer, weights, barrier, rows for the interpreter)."""
+    def kernel(self, body: Callable[..., None], out_type: Any, **further: Any) -> Any:
+        """The kernel of `body`, whose scratch memory is that of `run` and `further`."""
         weights = (self.shape.count * self.columns, PARTS * self.shape.mixes, STEP)
         scratch = {
             "buffer": self.staged.buffer,
             "weights_s": plgpu.SMEM(weights, jnp.bfloat16, transforms=WEIGHT_TRANSFORMS),
-            "arrived": plgpu.Barrier(num_arrivals=self.shape.count * self.columns),
+            "arrived": plgpu.Barrier(num_arrivals=self.warpgroups),
+            **further,
         }
         if interpreting():
             rows = (self.warpgroups, TILE_ROWS, STEP)
@@ -266,7 +269,7 @@ class Walk:
         self,
         sources: Callable[[Block], Sources],
         begin: Callable[[Block], Make],
-        weights_ref: Any,
+        fn_ref: Any,
         partial_ref: Any,
         *,
         buffer: Any,
@@ -304,7 +307,8 @@ class Walk:
 
         for number in range(self.stages - 1):
             start(jnp.int32(number))
-        self._fetch_weights(warpgroup, first, weights_ref, weights_s, arrived)
+        fetch_weights(fn_ref, weights_s, first, self.columns, warpgroup, self.warpgroups)
+        plgpu.barrier_arrive(arrived)
         plgpu.barrier_wait(arrived)
 
         def visit(number: Array, carry: None) -> None:
@@ -337,20 +341,6 @@ class Walk:
 
         lax.fori_loop(0, lax.div(self.tiles - worker + self.workers - 1, jnp.int32(self.workers)), visit, None)
 
-    def _fetch_weights(self, warpgroup: Array, first: Array, weights_ref: Any, weights_s: Any, arrived: Any) -> None:
-        """Start to copy the weights of a piece, whose first column is `first`, to shared memory."""
-        shape, columns = self.shape, self.columns
-        height = PARTS * shape.mixes
-
-        @pl.when(warpgroup == 0)
-        def _() -> None:
-            for stream in range(shape.count):
-                for i in range(columns):
-                    step = (stream * shape.size + first) // STEP + i
-                    plgpu.copy_gmem_to_smem(
-                        weights_ref.at[pl.ds(step * height, height)], weights_s.at[stream * columns + i], arrived
-                    )
-
 
 # ---- kernels ---------------------------------------------------------------------------------------
 
@@ -360,17 +350,17 @@ def project(streams: Array, fn: Array) -> Array:
     shape = shape_of(streams)
     walk = Walk(shape, arrays=1, streams=1, depth=PROJECT)
 
-    def mhc_project_kernel(streams_ref: Any, weights_ref: Any, partial_ref: Any, **scratch: Any) -> None:
+    def mhc_project_kernel(streams_ref: Any, fn_ref: Any, partial_ref: Any, **scratch: Any) -> None:
         walk.run(
             lambda block: [(block, streams_ref, 0)],
             lambda block: lambda values, moved: values,
-            weights_ref,
+            fn_ref,
             partial_ref,
             **scratch,
         )
 
     out = jax.ShapeDtypeStruct((shape.rows, shape.pieces * PARTIAL), jnp.float32)
-    return walk.kernel(mhc_project_kernel, out)(streams.reshape(shape.rows, -1), split_weights(fn))
+    return walk.kernel(mhc_project_kernel, out)(streams.reshape(shape.rows, -1), fn)
 
 
 def expand_project(
@@ -383,27 +373,23 @@ def expand_project(
     columns = [i * shape.size for i in range(count)]
 
     def mhc_boundary_kernel(
-        y_ref: Any, streams_ref: Any, post_ref: Any, comb_ref: Any, pre_ref: Any, weights_ref: Any,
-        new_ref: Any, collapsed_ref: Any, partial_ref: Any, **scratch: Any,
+        y_ref: Any, streams_ref: Any, post_ref: Any, comb_ref: Any, pre_ref: Any, fn_ref: Any,
+        new_ref: Any, collapsed_ref: Any, partial_ref: Any, factors_s: Any, **scratch: Any,
     ) -> None:  # fmt: skip
         def sources(block: Block) -> Sources:
             return [(block, y_ref, 0), *((block, streams_ref, column) for column in columns)]
 
         def begin(block: Block) -> Make:
-            def factors(ref: Any, numbers: range) -> list[Array]:
-                shape_of_step = (TILE_ROWS, STEP)
-                return [block.load(ref, ROWS_LAYOUT, shape_of_step, column=i, same=True) for i in numbers]
+            factors = Factors(block, comb_ref, post_ref, pre_ref, factors_s)
+            factors.load()
 
             def make(values: Iterator[Array], moved: Array) -> list[Array]:
                 sublayer, *old = map(floats, values)
-                # Factors are loaded again in every step: there are not enough registers to keep them.
                 new = []
-                for j in range(count):
-                    comb_factors = factors(comb_ref, range(j, count * count, count))
-                    [post_factor] = factors(post_ref, range(j, j + 1))
-                    total = post_factor * sublayer + weighted_sum(comb_factors, old)
+                for j, factor in enumerate(factors.of_sublayer()):
+                    total = factor * sublayer + weighted_sum(factors.of_stream(j), old)
                     new.append(rounded(total, streams.dtype, ROWS_LAYOUT))
-                collapsed = weighted_sum(factors(pre_ref, range(count)), list(map(floats, new)))
+                collapsed = weighted_sum(factors.of_collapse(), list(map(floats, new)))
                 for column, value in zip(columns, new, strict=True):
                     _store_once(block, new_ref, value, column, moved)
                 block.store(collapsed_ref, rounded(collapsed, y.dtype, ROWS_LAYOUT), ROWS_LAYOUT, moved=moved)
@@ -411,7 +397,7 @@ def expand_project(
 
             return make
 
-        walk.run(sources, begin, weights_ref, partial_ref, **scratch)
+        walk.run(sources, begin, fn_ref, partial_ref, **scratch)
 
     flat = jax.ShapeDtypeStruct((shape.rows, shape.count * shape.size), streams.dtype)
     out = (
@@ -419,7 +405,6 @@ def expand_project(
         jax.ShapeDtypeStruct(y.shape, y.dtype),
         jax.ShapeDtypeStruct((shape.rows, shape.pieces * PARTIAL), jnp.float32),
     )
-    new, collapsed, partial = walk.kernel(mhc_boundary_kernel, out)(
-        y, streams.reshape(flat.shape), post, comb.reshape(shape.rows, -1), pre, split_weights(fn)
-    )
+    kernel = walk.kernel(mhc_boundary_kernel, out, factors_s=Factors.scratch(walk.warpgroups))
+    new, collapsed, partial = kernel(y, streams.reshape(flat.shape), post, comb.reshape(shape.rows, -1), pre, fn)
     return new.reshape(streams.shape), collapsed, partial

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -22,7 +21,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from deepinfer_jax.kernels.mhc_mix.mosaic_mix import PARTS, ROWS_LAYOUT, STEP, SUMS_LAYOUT, TILE_ROWS, split
-from deepinfer_jax.kernels.mosaic.rows import Block, tiled_layout
+from deepinfer_jax.kernels.mosaic.rows import WARPS
 from deepinfer_jax.kernels.mosaic.target import interpreting
 
 Array = jax.Array
@@ -41,65 +40,103 @@ WEIGHT_TRANSFORMS = (
 PAIRS = STEP // 8
 """Pairs of neighbours that a thread holds of a row's step, and threads that share the step."""
 
-SPLIT_BLOCKS = 4
-"""Steps that one block splits the weights of, one in each warp."""
 
+def fetch_weights(fn: Any, weights: Any, first: Array, columns: int, warpgroup: Any, warpgroups: int) -> None:
+    """Split the weights of one piece into parts, in shared memory. Each warp takes one stream.
 
-def split_layouts(mixes: int) -> tuple[Any, Any]:
-    """Layouts of weights [N, steps, thread, pair, 2] as they are loaded and of parts [steps, N, 32] for a store.
-
-    A thread loads the pairs of one number from all four threads, and stores them next to each other.
+    fn: float32 [N, 4 * D] in global memory. weights: shared memory, bfloat16 [4 * columns, 3 * N, 32]: for every step
+        of 32 columns the leading, middle and last parts of all rows; columns of a step stand as (pair, thread, 2)
+        where fn has (thread, pair, 2). first: first column of the piece in every stream. columns: steps in it.
+    Ends with a barrier of this warpgroup; others may still be writing.
     """
+    for start in range(0, columns, warpgroups):
+        step = warpgroup + start
+
+        @pl.when(step < columns)
+        def _(step: Any = step) -> None:
+            (_interpreted_split if interpreting() else _split)(fn, weights, first, columns, step)
+
+    plgpu.commit_smem()
+
+
+def in_order(columns: Array) -> Array:
+    """Columns [.., 32] of a step, (thread, pair, 2), in the order in which the instruction meets them."""
+    return columns.reshape(-1, PAIRS, PAIRS, 2).swapaxes(1, 2).reshape(columns.shape)
+
+
+def _interpreted_split(fn: Any, weights: Any, first: Array, columns: int, step: Any) -> None:
+    width = fn.shape[1]
+    for stream in range(WARPS):
+        values = fn[:, pl.ds(stream * (width // WARPS) + first + step * STEP, STEP)]
+        weights[stream * columns + step] = jnp.concatenate(split(in_order(values)))
+
+
+def _split(fn: Any, weights: Any, first: Array, columns: int, step: Any) -> None:
+    """A thread takes 8 columns of every eighth row, and stores 16 bytes of each of their parts."""
+    mixes, width = fn.shape
     assert mixes % 8 == 0
-    loaded = tiled_layout(
-        ((8, SPLIT_BLOCKS, PAIRS, PAIRS, 2), (8, 1, PAIRS, PAIRS, 2), (8, 1, 1, PAIRS, 2)), (-14,), (-5, -2), -1
-    )
-    stored = tiled_layout(((SPLIT_BLOCKS, 8, STEP), (1, 8, STEP), (8,)), (-7,), (-3, -2), -1)
-    return loaded, stored
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(WEIGHT_TRANSFORMS), *NUMBERS[:2]))
+    def body(_: Any, source: Any, target: Any, *numbers: Any) -> None:
+        f32, i32, i64 = ir.F32Type.get(), ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+
+        def constant(value: int) -> Any:
+            return arith.constant(i32, value)
+
+        def scaled(number: Any, by: int, plus: Any) -> Any:
+            return arith.addi(arith.muli(number, constant(by)), plus)
+
+        start, step = (n.registers.item() for n in numbers)
+        thread = mgpu.utils.thread_idx()
+        stream = arith.andi(arith.shrui(thread, constant(5)), constant(WARPS - 1))
+        row = arith.andi(arith.shrui(thread, constant(2)), constant(7))
+        chunk = arith.andi(thread, constant(3))
+        # The swizzle of 64 bytes exchanges chunks of 16 bytes: every two rows of 64 bytes in the same way.
+        place = arith.xori(chunk, arith.andi(arith.shrui(row, constant(1)), constant(3)))
+        place = scaled(row, 2 * STEP, arith.shli(place, constant(4)))
+        place = scaled(scaled(stream, columns, step), PARTS * mixes * 2 * STEP, place)
+        held = arith.addi(llvm.ptrtoint(i32, mgpu.utils.memref_ptr(target)), place)
+        column = arith.addi(scaled(stream, width // WARPS, start), scaled(step, STEP, arith.shli(chunk, constant(1))))
+        origin = arith.extui(i64, scaled(row, width, column))
+        base = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(source), [origin], f32)
+        pair = ir.VectorType.get((2,), i32)
+        loaded = [
+            [
+                llvm.load(pair, mgpu.utils.getelementptr(base, [group * 8 * width + t * 8], f32), alignment=8)
+                for t in range(PAIRS)
+            ]
+            for group in range(mixes // 8)
+        ]
+        for group, pairs in enumerate(loaded):
+            parts = zip(*(_parts_of_pair(values) for values in pairs), strict=True)
+            for number, words in enumerate(parts):
+                address = arith.addi(held, constant((number * mixes // 8 + group) * 8 * 2 * STEP))
+                text = "st.shared.v4.b32 [$0], {$1, $2, $3, $4};"
+                llvm.inline_asm(
+                    ir.Type.parse("!llvm.void"), [address, *words], text, "r,r,r,r,r,~{memory}", has_side_effects=True
+                )
+
+    body(fn, weights, first, jnp.asarray(step, jnp.int32))
 
 
-def _exchanged(part: Array, loaded: Any, stored: Any) -> Array:
-    """bfloat16 [N, steps, thread, pair, 2] in `loaded` -> [steps, N, (pair, thread, 2)] in `stored`."""
-    mixes, steps = part.shape[:2]
-    shape = (steps, mixes, STEP)
-    if interpreting():
-        return part.transpose(1, 0, 3, 2, 4).reshape(shape)
-
-    @plgpu.inline_mgpu(arg_types=(loaded,), return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(part.dtype), stored))
-    def body(_: Any, *arrays: Any) -> Any:
-        to = stored.to_mgpu()
-        joined = []
-        for first, second, third, fourth in arrays[0].registers.reshape(-1, PAIRS):
-            left = vector.shuffle(first, second, [0, 1, 2, 3])
-            right = vector.shuffle(third, fourth, [0, 1, 2, 3])
-            joined.append(vector.shuffle(left, right, list(range(2 * PAIRS))))
-        registers = np.empty(to.registers_shape(shape), dtype=object)
-        registers.flat[:] = joined
-        return mgpu.FragmentedArray(_registers=registers, _layout=to, _is_signed=None)
-
-    return body(part)
-
-
-def split_weights(fn: Array) -> Array:
-    """`split` of float32 [C*(2+C), C*D] as a kernel.
-
-    Returns: bfloat16 [C*D/32 * 3*C*(2+C), 32]: for every step of 32 columns the leading, middle and last parts of all
-        rows. Columns of a step stand as (pair, thread, 2) where fn has (thread, pair, 2).
-    """
-    mixes, columns = fn.shape
-    steps = columns // STEP
-    loaded, stored = split_layouts(mixes)
-
-    def mhc_split_kernel(fn_ref: Any, parts_ref: Any) -> None:
-        step = lax.axis_index("block") * SPLIT_BLOCKS
-        shape = (mixes, SPLIT_BLOCKS, PAIRS, PAIRS, 2)
-        weights = Block(0).load(fn_ref, loaded, shape, moved=step * STEP)
-        for number, part in enumerate(split(weights)):
-            Block(step).store(parts_ref, _exchanged(part, loaded, stored), stored, column=number * mixes * STEP)
-
-    out = jax.ShapeDtypeStruct((steps, PARTS * mixes * STEP), jnp.bfloat16)
-    parts = plgpu.kernel(mhc_split_kernel, out_type=out, grid=(steps // SPLIT_BLOCKS,), grid_names=("block",))(fn)
-    return parts.reshape(steps * PARTS * mixes, STEP)
+def _parts_of_pair(values: Any) -> list[Any]:
+    """`split` of two neighbouring float32 numbers, int32 [2]: words of two bfloat16 each."""
+    f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
+    mask = arith.constant(i32, -(1 << 16))
+    rests = [
+        arith.bitcast(f32, vector.extract(values, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i])))
+        for i in range(2)
+    ]
+    words = []
+    for number in range(PARTS):
+        bits = [arith.bitcast(i32, rest) for rest in rests]
+        words.append(arith.ori(arith.shrui(bits[0], arith.constant(i32, 16)), arith.andi(bits[1], mask)))
+        if number < PARTS - 1:
+            rests = [
+                arith.subf(rest, arith.bitcast(f32, arith.andi(bit, mask)))
+                for rest, bit in zip(rests, bits, strict=True)
+            ]
+    return words
 
 
 # ---- products --------------------------------------------------------------------------------------
@@ -148,7 +185,7 @@ def multiply(stream: Array, weights: Any, number: Any, rows: Any) -> Array:
 
 def _interpreted(stream: Array, weights: Any, rows: Any) -> Array:
     """float32 [64, 3*N]; columns (thread, pair, 2) of a step become (pair, thread, 2)."""
-    rows[...] = stream.reshape(TILE_ROWS, PAIRS, PAIRS, 2).transpose(0, 2, 1, 3).reshape(stream.shape)
+    rows[...] = in_order(stream)
     plgpu.commit_smem()
 
     def product(accumulator: Any) -> Array:

@@ -15,7 +15,7 @@ from deepinfer_jax.kernels.mosaic.quantize import quantize_rows
 from deepinfer_jax.kernels.mosaic.target import Architecture, architecture
 from deepinfer_jax.kernels.quantization import GROUP, QuantTensor
 from deepinfer_jax.kernels.row_dot import mosaic_sm90, mosaic_sm100, shapes, shapes_sm100
-from deepinfer_jax.kernels.row_dot.shapes import BLOCK, parts_of
+from deepinfer_jax.kernels.row_dot.shapes import BLOCK
 
 Weight = jax.Array | QuantTensor
 
@@ -71,6 +71,10 @@ def _padded_outputs(w: Weight, groups: int, size: int) -> Weight:
     return pad(w, size)
 
 
+def _parts_of(target: Architecture, outputs: int, inputs: int) -> int:
+    return (shapes if target == "sm90" else shapes_sm100).parts_of(outputs, inputs)
+
+
 def _product(
     target: Architecture, x: jax.Array, w: Weight, groups: int, out_dtype: DTypeLike, parts: int, quantize: bool
 ) -> jax.Array:
@@ -114,7 +118,7 @@ def row_dot(
     """
     target = _check("row_dot", x, w, out_dtype)
     outputs, inputs = w.shape
-    parts = 1 if column_tile is not None else parts_of(outputs, inputs)
+    parts = 1 if column_tile is not None else _parts_of(target, outputs, inputs)
     x, w = _padded_inputs(x, w)
     if outputs > 8 and not isinstance(w, QuantTensor):
         w = _pad(w, 0, -(-outputs // 8) * 8)
@@ -126,7 +130,7 @@ def row_dot_grouped(x: jax.Array, w: Weight, row_tile: int | None) -> jax.Array:
     target = _check("row_dot_grouped", x, w, x.dtype)
     rows, groups, inputs = x.shape
     group_outputs = w.shape[0] // groups
-    parts = parts_of(w.shape[0], inputs)
+    parts = _parts_of(target, w.shape[0], inputs)
     x, w = _padded_inputs(x, w)
     tile = BLOCK if target == "sm90" else shapes_sm100.ROWS
     padded = -(-group_outputs // tile) * tile

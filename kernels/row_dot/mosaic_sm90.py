@@ -23,7 +23,7 @@ from deepinfer_jax.kernels.mosaic.quantize import TILE_COLUMNS, quantize_tile
 from deepinfer_jax.kernels.mosaic.shared_memory import swizzled
 from deepinfer_jax.kernels.mosaic.target import interpreting
 from deepinfer_jax.kernels.quantization import GROUP, QuantTensor
-from deepinfer_jax.kernels.row_dot.shapes import BLOCK, PROCESSORS, RESIDENT, Schedule
+from deepinfer_jax.kernels.row_dot.shapes import BLOCK, PART_STEP, PROCESSORS, RESIDENT, Schedule
 from deepinfer_jax.kernels.tiling import pad_rows
 
 _WGMMA = plgpu.Layout.WGMMA
@@ -62,14 +62,17 @@ class _Product:
         self.outputs, self.inputs = w.shape
         self.group_tiles = -(-self.outputs // (groups * schedule.weight_rows))  # weight tiles of a group
         self.tiles = (groups * self.group_tiles, -(-self.rows // schedule.tokens))  # along outputs, along rows
-        self.part_steps = self.inputs // (schedule.step * schedule.parts)
+        # Steps of all of K; (units of K in every part, parts with one more), steps of a unit.
+        self.steps = self.inputs // schedule.step
+        self.unit_steps = 1 if schedule.parts == 1 else PART_STEP // schedule.step
+        self.units = divmod(self.steps // self.unit_steps, schedule.parts)
         self.ranks = schedule.parts if schedule.clustered else 1
         self.local_parts = 1 if schedule.clustered else schedule.parts
         tiles = self.tiles[0] * self.tiles[1]
         # Two small blocks share a processor. A cluster has one tile: its partial sums are written and read once.
         resident = RESIDENT if schedule.warpgroups == 1 or schedule.paired else PROCESSORS
         self.blocks = tiles if self.ranks > 1 else min(tiles, resident)
-        if self.inputs % (schedule.step * schedule.parts):
+        if self.inputs % (schedule.step * self.unit_steps) or not self.units[0]:
             raise ValueError(f"row_dot: {schedule} does not fit a weight {w.shape}")
         if schedule.quantizing and schedule.step != TILE_COLUMNS:
             raise ValueError(f"row_dot: {schedule} quantises in steps of {TILE_COLUMNS}")
@@ -169,15 +172,30 @@ class _Product:
         count = lax.div(total - lax.axis_index("cta") + blocks - 1, jnp.int32(blocks))
         lax.fori_loop(0, count, body, None)
 
+    def part_start(self, part: Any) -> Any:
+        """First pipeline step of K of a part."""
+        each, more = self.units
+        start = part * each + jnp.minimum(part, more) if more else part * each
+        return start * self.unit_steps
+
+    def part_steps(self, part: Any) -> Any:
+        """Pipeline steps of a part: the first parts may have a unit more."""
+        each, more = self.units
+        return (each + (part < more).astype(jnp.int32) if more else each) * self.unit_steps
+
     def first_step(self) -> Any:
         """First pipeline step of K that this block adds up."""
-        return lax.axis_index("part") * self.part_steps if self.ranks > 1 else jnp.int32(0)
+        return self.part_start(lax.axis_index("part")) if self.ranks > 1 else jnp.int32(0)
+
+    def block_steps(self) -> Any:
+        """Pipeline steps that this block adds up for a tile."""
+        return self.part_steps(lax.axis_index("part")) if self.ranks > 1 else self.steps
 
     def fetch(self, x_g: Any, w_g: Any, *, x_s: Any, w_s: Any, full: Any, empty: Any, **other: Any) -> None:
         """Keep the pipeline filled."""
         s = self.schedule
         x_full = other["raw"] if s.quantizing else full
-        steps = self.part_steps * self.local_parts
+        steps = self.block_steps()
 
         def tile(n: Any, weight_tile: Any, token_tile: Any) -> None:
             group_column = lax.div(weight_tile, jnp.int32(self.group_tiles)) * self.inputs
@@ -205,7 +223,7 @@ class _Product:
 
     def quantize(self, x_s: Any, raw: Any, ready: Any) -> None:
         """Quantise rows between their arrival and the products, step by step."""
-        steps = self.part_steps * self.local_parts
+        steps = self.block_steps()
 
         def tile(n: Any, weight_tile: Any, token_tile: Any) -> None:
             def body(k: Any, carry: None) -> None:
@@ -224,16 +242,18 @@ class _Product:
 
     def multiply(self, warpgroup: Any, scales: Any, out_g: Any, partial_g: Any, **scratch: Any) -> None:
         s = self.schedule
-        steps = self.part_steps * self.local_parts
+        steps = self.block_steps()
 
         def tile(n: Any, weight_tile: Any, token_tile: Any) -> None:
             row = weight_tile * s.weight_rows + warpgroup * BLOCK
 
             def part(p: Any) -> jax.Array:
-                first = p * self.part_steps
-                return self.partial_sum(n * steps + first, first, row, warpgroup, scales, **scratch)
+                first = self.part_start(p)
+                return self.partial_sum(n * steps + first, first, self.part_steps(p), row, warpgroup, scales, **scratch)
 
-            if self.local_parts == 1:
+            if self.ranks > 1:
+                total = self.partial_sum(n * steps, self.first_step(), steps, row, warpgroup, scales, **scratch)
+            elif self.local_parts == 1:
                 total = part(jnp.int32(0))
             else:
                 zero = plgpu.layout_cast(jnp.zeros((BLOCK, s.tokens), jnp.float32), _WGMMA)
@@ -250,6 +270,7 @@ class _Product:
         self,
         done: Any,
         first: Any,
+        steps: Any,
         row: Any,
         warpgroup: Any,
         scales: Any,
@@ -260,17 +281,16 @@ class _Product:
         empty: Any,
         **other: Any,
     ) -> jax.Array:
-        """float32 [64, tokens]: one accumulator over `part_steps` steps of K.
+        """float32 [64, tokens]: one accumulator over steps of K.
 
-        done: steps of this block before these. first: step of this block's stretch of K where the part begins.
+        done: steps of this block before these. first, steps: where in K the part begins, and its length.
         """
         s = self.schedule
         lanes = pl.ds(warpgroup * BLOCK, BLOCK)
         blocks = s.step // GROUP
-        origin = self.first_step() + first
 
         def words(k: Any) -> jax.Array:
-            step = origin + jnp.minimum(k, self.part_steps - 1)
+            step = first + jnp.minimum(k, steps - 1)
             return load_block_scales(scales, lax.div(row, jnp.int32(GROUP)), step * blocks, blocks)
 
         def accumulate(accumulator: Any) -> jax.Array:
@@ -296,7 +316,7 @@ class _Product:
                 plgpu.barrier_arrive(empty.at[slot])
                 return following
 
-            lax.fori_loop(0, self.part_steps, body, words(jnp.int32(0)) if self.packed else None)
+            lax.fori_loop(0, steps, body, words(jnp.int32(0)) if self.packed else None)
             return accumulator[...]
 
         return pl.run_scoped(accumulate, plgpu.ACC((BLOCK, s.tokens), jnp.float32))  # type: ignore[attr-defined]
@@ -327,7 +347,7 @@ class _Product:
         plgpu.barrier_arrive(together)
         plgpu.barrier_wait(together)
         _cluster_fence()
-        share = max(8, s.tokens // self.ranks)
+        share = 8 * -(-s.tokens // (8 * self.ranks))
 
         @pl.when(rank * share < s.tokens)
         def _() -> None:

@@ -1,8 +1,8 @@
 """Which schedule a product runs with on SM100 (Blackwell): what decides the bits of a result, and what does not.
 
 As on SM90 (`shapes.py`), every result is the float32 sum of `parts` partial sums, added in ascending order, and a
-partial sum is one accumulator that walks its stretch of K in steps of 16. The number of parts is that of
-`shapes.parts_of`. Nothing else here decides a bit.
+partial sum is one accumulator that walks its stretch of K in steps of 16. The number of parts is that of `parts_of`.
+Nothing else here decides a bit.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from deepinfer_jax.kernels.row_dot.shapes import PART_STEP, SPLIT_ROWS
+from deepinfer_jax.kernels.row_dot.shapes import BLOCK, ENOUGH_BLOCKS, MOST_PARTS, PART_STEP, SPLIT_ROWS
 
 PROCESSORS = 148
 """Streaming multiprocessors of B200; schedules are chosen for them and right on any number."""
+
+LONG_PART = 2048
+"""Columns that a part of a weight that is cut anyway may keep: a longer walk costs more than adding more parts."""
 
 ROWS = 128
 """Weight rows of a tile: the lanes of tensor memory."""
@@ -36,6 +39,22 @@ TOKEN_TILES = (16, 32, 64, 128, 192, 256)
 
 _SHARED_BYTES = {1: 216 * 1024, 2: 108 * 1024}
 _MOST_STAGES = 8
+
+
+def parts_of(outputs: int, inputs: int) -> int:
+    """Number of partial sums of a weight [outputs, inputs]: the power of two up to 8 that gives enough blocks.
+
+    A weight that is cut is cut further while its parts are long and its blocks all run at once. See `shapes.parts_of`
+    for what it decides.
+    """
+    parts = 1
+    blocks = -(-outputs // BLOCK)
+    while parts < MOST_PARTS and inputs % (2 * parts * PART_STEP) == 0:
+        long = parts > 1 and inputs // parts > LONG_PART and blocks * parts <= 2 * PROCESSORS
+        if blocks * parts >= ENOUGH_BLOCKS and not long:
+            break
+        parts *= 2
+    return parts
 
 
 def _chunk(tokens: int, clustered: bool) -> int:

@@ -20,7 +20,7 @@ from deepinfer_jax.kernels.mosaic.quantize import quantize_rows
 from deepinfer_jax.kernels.quantization import QuantTensor, quantize_dequantize_fp8
 from deepinfer_jax.kernels.row_dot import row_dot, row_dot_grouped
 from deepinfer_jax.kernels.row_dot.mosaic_sm90 import product
-from deepinfer_jax.kernels.row_dot.shapes import SPLIT_ROWS, Schedule, parts_of, schedule
+from deepinfer_jax.kernels.row_dot.shapes import PART_STEP, SPLIT_ROWS, Schedule, parts_of, schedule
 
 from .cases import (
     BF16,
@@ -75,8 +75,8 @@ PRODUCTS = (
     Product("copies of whole 16 bytes", 2, 4, 12, False),
     Product("columns past a tile", 17, 72, 32, False),
     Product("column pieces", 5, 96, 64, False, {"column_tile": 32, "out_dtype": np.float32}),
-    Product("parts in a cluster", 3, 64, 256, True),
-    Product("parts in turn, several tiles", SPLIT_ROWS + 3, 64, 256, True),
+    Product("parts in a cluster", 3, 64, 640, True),
+    Product("parts in turn, several tiles", SPLIT_ROWS + 3, 64, 640, True),
     Product("two warpgroups, no parts", SPLIT_ROWS + 3, 192, 96, False),
 )
 
@@ -127,12 +127,15 @@ def test_rows_at_every_count(packed: bool, places: tuple[tuple[int, int], ...]) 
     """Guards rows against their number and position. Sums of whole numbers are exact, so every bit is known:
     any product that is left out, doubled or taken from a neighbour shows."""
     rng = generator("mosaic rows", packed)
-    x = _whole_numbers(rng, SPLIT_ROWS + 5, 256)
+    size = 1152
+    assert parts_of(64, size) == 5  # four of two units and one of one
+    x = _whole_numbers(rng, SPLIT_ROWS + 5, size)
     if packed:
-        codes = _whole_numbers(rng, 64, 256).astype(jnp.float8_e4m3fn).view(np.uint8)
-        w: Any = QuantTensor(jnp.asarray(codes), jnp.asarray(rng.integers(126, 129, (2, 8)).astype(np.uint8)), "fp8")
+        codes = _whole_numbers(rng, 64, size).astype(jnp.float8_e4m3fn).view(np.uint8)
+        scale = rng.integers(126, 129, (2, size // 32)).astype(np.uint8)
+        w: Any = QuantTensor(jnp.asarray(codes), jnp.asarray(scale), "fp8")
     else:
-        w = _whole_numbers(rng, 64, 256)
+        w = _whole_numbers(rng, 64, size)
     expected = (values(x) @ weight_values(w).T).astype(np.float32)
     for count, start in places:
         y = run(row_dot, x[start : start + count], w, out_dtype=jnp.float32)
@@ -144,8 +147,10 @@ def test_rows_at_every_count(packed: bool, places: tuple[tuple[int, int], ...]) 
     [
         Schedule(2, 128, 2, 64, 2, False),
         Schedule(1, 16, 2, 128, 2, False),
+        Schedule(3, 32, 2, 64, 2, True),
+        Schedule(3, 80, 1, 64, 3, False),
     ],
-    ids=["parts in turn, two chunks of rows", "no parts"],
+    ids=["parts in turn, two chunks of rows", "no parts", "unequal parts in a cluster", "unequal parts in turn"],
 )
 def test_schedules(plan: Schedule) -> None:
     """Guards pipelines that are shorter than K, tiles of several chunks, and parts added in turn."""
@@ -218,8 +223,8 @@ def test_parts_are_a_fact_of_the_weight() -> None:
     """Guards the order of a sum: it must follow from the weight's shape, be the same at every row count, and
     divide K into whole pipeline steps."""
     expected = {
-        (1280, 5120): 8, (512, 5120): 8, (32768, 1280): 1, (5120, 8192): 4, (4096, 1280): 2, (25600, 6144): 1,
-        (8192, 4096): 1, (384, 5120): 8, (2304, 5120): 4, (5120, 2304): 2, (129280, 5120): 1, (64, 96): 1,
+        (1280, 5120): 8, (512, 5120): 8, (32768, 1280): 1, (5120, 8192): 6, (4096, 1280): 4, (25600, 6144): 1,
+        (8192, 4096): 1, (384, 5120): 8, (2304, 5120): 7, (5120, 2304): 6, (129280, 5120): 1, (64, 96): 1,
     }  # fmt: skip
     for (outputs, inputs), parts in expected.items():
         assert parts_of(outputs, inputs) == parts
@@ -228,9 +233,9 @@ def test_parts_are_a_fact_of_the_weight() -> None:
                 blocks = -(-outputs // 64) * 64
                 plan = schedule(rows, outputs, inputs, packed=packed, parts=parts, group_outputs=blocks)
                 assert plan.parts == parts
-                assert parts == 1 or inputs % (plan.step * parts) == 0
+                assert parts == 1 or (inputs % PART_STEP == 0 and PART_STEP % plan.step == 0)
                 assert plan.stages >= 2
-    for outputs, inputs, parts in ((32768, 1280, 1), (5120, 8192, 4), (25600, 6144, 1)):
+    for outputs, inputs, parts in ((32768, 1280, 1), (5120, 8192, 6), (25600, 6144, 1)):
         few, many = (
             schedule(rows, outputs, inputs, packed=True, parts=parts, group_outputs=outputs, quantize=True)
             for rows in (8, 64)

@@ -16,8 +16,8 @@ import pytest
 from deepinfer_jax.kernels.mosaic import interpret
 from deepinfer_jax.kernels.quantization import QuantTensor
 from deepinfer_jax.kernels.row_dot import mosaic_sm100, row_dot, row_dot_grouped
-from deepinfer_jax.kernels.row_dot.shapes import SPLIT_ROWS, parts_of
-from deepinfer_jax.kernels.row_dot.shapes_sm100 import RING, ROWS, Schedule, schedule
+from deepinfer_jax.kernels.row_dot.shapes import SPLIT_ROWS
+from deepinfer_jax.kernels.row_dot.shapes_sm100 import RING, ROWS, Schedule, parts_of, schedule
 
 from .cases import (
     BF16,
