@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -58,14 +59,19 @@ def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
     return result
 
 
-def same_bits(params: Any, first: int, count: int) -> dict[str, Any]:
-    """Schedules `first` to `first` + `count` - 1: how many results were compared, and which differed."""
+def same_bits(params: Any, first: int, count: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """Schedules `first` to `first` + `count` - 1: after each, how many results were compared and how many differed.
+
+    No schedule begins after so many seconds.
+    """
     work = requests(24)
     with Engine(params, RuntimeConfig(**SIZES, prefix_sharing=False, overlap=False)) as engine:
         alone = [engine.generate([prompt], sampling)[0] for prompt, sampling in work]
     found = {"schedules": 0, "results": 0, "different": 0, "cached_rows": 0, "preemptions": 0}
     start = time.perf_counter()
     for seed in range(first, first + count):
+        if time.perf_counter() - start > seconds:
+            return
         rng = random.Random(seed)
         order = [rng.randrange(len(work)) for _ in range(rng.choice([2, 8, 20, 40]))]
         chunk = rng.choice([None, 7, 32])
@@ -80,17 +86,17 @@ def same_bits(params: Any, first: int, count: int) -> dict[str, Any]:
             found["preemptions"] += engine.stats.preemptions
         found["schedules"] += 1
         found["results"] += len(order)
-    return found | {"seconds": time.perf_counter() - start}
+        yield found | {"seconds": time.perf_counter() - start}
 
 
-def same_bits_in_processes(schedules: int, processes: int) -> dict[str, Any]:
+def same_bits_in_processes(schedules: int, processes: int, seconds: float) -> dict[str, Any]:
     """`same_bits` of schedules 0 to `schedules` - 1, a stretch in each process; sums, and seconds of the slowest."""
     bounds = [schedules * i // processes for i in range(processes + 1)]
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     start = time.perf_counter()
     children = [
         subprocess.Popen(
-            [sys.executable, __file__, "--part", f"{first}:{last - first}"],
+            [sys.executable, __file__, "--part", f"{first}:{last - first}", "--seconds", str(seconds)],
             env=environment,
             stdout=subprocess.PIPE,
             text=True,
@@ -100,8 +106,8 @@ def same_bits_in_processes(schedules: int, processes: int) -> dict[str, Any]:
     total: dict[str, Any] = {"processes": processes, "failed_processes": 0, "seconds": 0.0}
     for child in children:
         text, _ = child.communicate()
-        if child.returncode:
-            total["failed_processes"] += 1
+        total["failed_processes"] += child.returncode != 0
+        if not text:
             continue
         found = json.loads(text.splitlines()[-1])
         total["seconds"] = max(total["seconds"], found.pop("seconds"))
@@ -177,11 +183,13 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--schedules", type=int, default=100, help="random arrangements")
     parser.add_argument("--processes", type=int, default=1, help="that share them")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="no arrangement begins later")
     parser.add_argument("--part", metavar="FIRST:COUNT", help="only these arrangements, as one line of JSON")
     arguments = parser.parse_args()
     if arguments.part:
         first, count = map(int, arguments.part.split(":"))
-        print(json.dumps(same_bits(deepinfer_jax.load_params("demo", unpack=False), first, count)))
+        for found in same_bits(deepinfer_jax.load_params("demo", unpack=False), first, count, arguments.seconds):
+            print(json.dumps(found), flush=True)
         return
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
@@ -207,7 +215,7 @@ def main() -> None:
         for name, sizes in STEPS.items():
             result[f"{name}, overlap {overlap}"] = timed_steps(params, overlap, **sizes)
             save()
-    result["bits"] = same_bits_in_processes(arguments.schedules, arguments.processes)
+    result["bits"] = same_bits_in_processes(arguments.schedules, arguments.processes, arguments.seconds)
     save()
 
 

@@ -7,10 +7,10 @@ result, so that no call can be dropped.
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import jax
@@ -88,26 +88,40 @@ def _seconds(run: Callable[[], Any], count: int) -> float:
     return time.perf_counter() - start
 
 
-def time_jax(
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
-    options: bool,
-    turn: Callable[[], AbstractContextManager[None]] = nullcontext,
-) -> tuple[dict[str, Any], Any]:
-    """Figures of one call, and its result for `arguments`. turn: entered while the compiled program runs."""
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A compiled loop that has run once, and the copies of the arguments that it goes through."""
+
+    compiled: Callable[..., Any]
+    copies: tuple[tuple[Any, ...], ...]
+    compile_seconds: float
+    result: Any
+
+    def measure(self) -> dict[str, Any]:
+        """Figures of one call. Nothing else may run on the device meanwhile."""
+        count = len(self.copies)
+        once = _seconds(lambda: self.compiled(self.copies), 1)
+        loops = max(1, round(SAMPLE_SECONDS / max(once, 1e-6)))
+        calls = loops * count * loop_trips(count)
+        samples = [_seconds(lambda: self.compiled(self.copies), loops) / calls for _ in range(REPEATS)]
+        return figures(samples, calls, count, argument_bytes(self.copies), self.compile_seconds)
+
+
+def prepare(function: Callable[..., Any], arguments: tuple[Any, ...], options: bool) -> Prepared:
+    """Compile the loop, copy the arguments, run once: modules are loaded then, and memory is there."""
     count = copies_needed(argument_bytes(arguments))
     copies = (arguments, *(jax.tree.map(jnp.copy, arguments) for _ in range(count - 1)))
     program = loop_program(function, options)
     start = time.perf_counter()
     compiled = program.lower(copies).compile()
     compile_seconds = time.perf_counter() - start
-    with turn():
-        results = jax.block_until_ready(compiled(copies))  # warm-up: modules are loaded, memory is there
-        once = _seconds(lambda: compiled(copies), 1)
-        loops = max(1, round(SAMPLE_SECONDS / max(once, 1e-6)))
-        calls = loops * count * loop_trips(count)
-        samples = [_seconds(lambda: compiled(copies), loops) / calls for _ in range(REPEATS)]
-    return figures(samples, calls, count, argument_bytes(copies), compile_seconds), results[0]
+    return Prepared(compiled, copies, compile_seconds, jax.block_until_ready(compiled(copies))[0])
+
+
+def time_jax(function: Callable[..., Any], arguments: tuple[Any, ...], options: bool) -> tuple[dict[str, Any], Any]:
+    """Figures of one call, and its result for `arguments`."""
+    prepared = prepare(function, arguments, options)
+    return prepared.measure(), prepared.result
 
 
 def figures(samples: list[float], calls: int, copies: int, size: int, compile_seconds: float) -> dict[str, Any]:

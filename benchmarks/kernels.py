@@ -27,7 +27,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -89,27 +88,42 @@ def best(ceilings: dict[str, Any] | None, device: str) -> tuple[float, float]:
     return max(known[0], ceilings["copy_bytes_per_second"]), max(known[1], ceilings["bf16_flop_per_second"])
 
 
-def run_case(
-    case: Any, limits: tuple[float, float], turn: Callable[[], AbstractContextManager[None]] = nullcontext
-) -> dict[str, Any]:
-    """All figures of one case. turn: as in `time_jax`."""
-    from benchmarks.kernel_timing import relative_error, time_jax
+def shares(case: Any, figures: dict[str, Any], limits: tuple[float, float]) -> dict[str, Any]:
+    """Figures with bytes, FLOP and their shares of what the device can do."""
+    seconds = figures["ms"] * 1e-3
+    found = figures | {"bytes": case.bytes, "flop": case.flop}
+    for name, amount, limit in (("bytes", case.bytes, limits[0]), ("flop", case.flop, limits[1])):
+        found[f"{name}_per_second"] = amount / seconds
+        found[f"{name}_share"] = amount / seconds / limit if limit else None
+    return found
 
-    if case.timer is None and case.implementation not in (*PROJECT_IMPLEMENTATIONS, *BASELINES):
+
+def prepare_case(case: Any) -> tuple[Any, dict[str, Any]]:
+    """A case of JAX ready to be measured, and its error."""
+    from benchmarks.kernel_timing import prepare, relative_error
+
+    if case.implementation not in (*PROJECT_IMPLEMENTATIONS, *BASELINES):
         raise ValueError(f"{case.key}: a case of another library needs a timer")
     function, arguments = case.make()
-    if case.timer is not None:
-        figures, result = case.timer(function, arguments)
-    else:
-        figures, result = time_jax(function, arguments, case.implementation in PROJECT_IMPLEMENTATIONS, turn)
-    seconds = figures["ms"] * 1e-3
-    figures |= {"bytes": case.bytes, "flop": case.flop}
-    for name, amount, limit in (("bytes", case.bytes, limits[0]), ("flop", case.flop, limits[1])):
-        figures[f"{name}_per_second"] = amount / seconds
-        figures[f"{name}_share"] = amount / seconds / limit if limit else None
+    prepared = prepare(function, arguments, case.implementation in PROJECT_IMPLEMENTATIONS)
+    if case.reference is None:
+        return prepared, {}
+    return prepared, {"relative_error": relative_error(prepared.result, case.reference(*arguments))}
+
+
+def run_case(case: Any, limits: tuple[float, float]) -> dict[str, Any]:
+    """All figures of one case."""
+    if case.timer is None:
+        prepared, error = prepare_case(case)
+        return shares(case, prepared.measure(), limits) | error
+    from benchmarks.kernel_timing import relative_error
+
+    function, arguments = case.make()
+    figures, result = case.timer(function, arguments)
+    found = shares(case, figures, limits)
     if case.reference is not None:
-        figures["relative_error"] = relative_error(result, case.reference(*arguments))
-    return figures
+        found["relative_error"] = relative_error(result, case.reference(*arguments))
+    return found
 
 
 def run_check(check: Any) -> dict[str, Any]:

@@ -4,14 +4,14 @@
 
 PLAN.json is a list of jobs, one process each: ["check", OP, "PART|PART"] runs the checks whose names hold one of the
 parts ("*": all); ["time", OP, "CASE@IMPLEMENTATION|..."] times cases of benchmarks/kernel_cases. Checks run at once.
-Timed programs are compiled at once, then run one at a time, after FILE exists if one is named. Results are as those of
+Timings start when every process has made the arguments of all its cases, compiled and run them once, no check is left,
+and FILE exists if one is named; then one case at a time has the device for itself. Results are as those of
 benchmarks/kernels.py. All processes share the device's memory, which is not preallocated.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import fcntl
 import json
 import os
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,32 +45,33 @@ def job_checks(op: str, wanted: str, write: Any) -> None:
             write({"op": op, "check": check.name, "seconds": round(time.time() - begin, 1), **found})
 
 
-def job_times(op: str, wanted: str, folder: Path, wait_for: Path | None, write: Any) -> None:
+def job_times(op: str, wanted: str, folder: Path, number: str, write: Any) -> None:
     """Time cases, one at a time among all processes."""
     from benchmarks.kernel_cases import case_module
-    from benchmarks.kernels import H200_BF16_FLOP_PER_SECOND, H200_BYTES_PER_SECOND, run_case
-
-    @contextlib.contextmanager
-    def turn() -> Iterator[None]:
-        while wait_for is not None and not wait_for.exists():
-            time.sleep(0.2)
-        with (folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+    from benchmarks.kernels import H200_BF16_FLOP_PER_SECOND, H200_BYTES_PER_SECOND, prepare_case, shares
 
     module = case_module(op)
     if module is None:
         raise ValueError(f"{op}: no module in benchmarks/kernel_cases")
     cases = {f"{case.name}@{case.implementation}": case for case in module.cases(False)}
+    ready: dict[str, Any] = {}
     for name in wanted.split("|"):
         try:
-            row = run_case(cases[name], (H200_BYTES_PER_SECOND, H200_BF16_FLOP_PER_SECOND), turn)
+            ready[name] = prepare_case(cases[name])
         except Exception as failure:  # noqa: BLE001 - the failure is the result
-            row = {"error": f"{type(failure).__name__}: {failure}"[:600]}
-        write({"op": op, "case": name, **row})
+            write({"op": op, "case": name, "error": f"{type(failure).__name__}: {failure}"[:600]})
+    (folder / f"{number}.ready").touch()
+    while not (folder / "start").exists():
+        time.sleep(0.2)
+    for name, (prepared, error) in ready.items():
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            figures = prepared.measure()
+        row = shares(cases[name], figures, (H200_BYTES_PER_SECOND, H200_BF16_FLOP_PER_SECOND))
+        write({"op": op, "case": name, **row, **error})
 
 
-def child(kind: str, op: str, wanted: str, folder: str, number: str, wait_for: str) -> None:
+def child(kind: str, op: str, wanted: str, folder: str, number: str) -> None:
     """One job; its results go to a file of its own, a line each."""
     path = Path(folder) / f"{number}.jsonl"
 
@@ -83,7 +83,7 @@ def child(kind: str, op: str, wanted: str, folder: str, number: str, wait_for: s
     if kind == "check":
         job_checks(op, wanted, write)
     else:
-        job_times(op, wanted, Path(folder), Path(wait_for) if wait_for else None, write)
+        job_times(op, wanted, Path(folder), number, write)
 
 
 def main() -> None:
@@ -102,12 +102,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(Path(__file__).resolve()), "--child"]
         processes = [
-            subprocess.Popen([*command, *job, folder, str(number), arguments.wait_for], env=environment)
-            for number, job in enumerate(jobs)
+            subprocess.Popen([*command, *job, folder, str(number)], env=environment) for number, job in enumerate(jobs)
         ]
         end = time.time() + arguments.seconds
         while time.time() < end and any(process.poll() is None for process in processes):
-            time.sleep(0.5)
+            waiting = (
+                process.poll() is None and not (Path(folder) / f"{number}.ready").exists()
+                for number, process in enumerate(processes)
+            )
+            if not any(waiting) and (not arguments.wait_for or Path(arguments.wait_for).exists()):
+                (Path(folder) / "start").touch()
+            time.sleep(0.2)
         for process in processes:
             process.kill()
             process.wait()

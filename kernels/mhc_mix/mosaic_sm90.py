@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm
 
 from deepinfer_jax.kernels.mhc_mix.mosaic_mix import (
     PARTIAL,
@@ -41,7 +41,7 @@ from deepinfer_jax.kernels.mhc_mix.mosaic_sm90_product import (
     floats,
     multiply,
 )
-from deepinfer_jax.kernels.mosaic.rows import LANES, WARPS, Block, Staged, rounded
+from deepinfer_jax.kernels.mosaic.rows import LANES, WARPS, Block, Staged, inline_text, rounded
 from deepinfer_jax.kernels.mosaic.target import interpreting
 
 Array = jax.Array
@@ -56,17 +56,16 @@ PROCESSORS = 132
 
 @dataclasses.dataclass(frozen=True)
 class Depth:
-    """warpgroups: of a block. stages: steps of a warpgroup in shared memory or on their way there."""
+    """warpgroups: of a block. stages: steps of a warpgroup in shared memory or on their way there.
+    at_once: streams whose products are under way at the same time."""
 
     warpgroups: int
     stages: int
+    at_once: int
 
 
-PROJECT, BOUNDARY = Depth(4, 8), Depth(2, 3)
-"""Of the two kernels. What is on its way hides the memory's latency; registers and 227 KiB limit it."""
-
-LOADED_ONCE, STORED_ONCE = False, False
-"""Whether the streams that a kernel loads, and those that it stores, leave the second-level cache first."""
+PROJECT, BOUNDARY = Depth(4, 4, 1), Depth(2, 2, 2)
+"""Of the two kernels. Registers and 227 KiB limit them; more on its way made both slower (`docs/performance.md`)."""
 
 
 def shape_of(streams: Array) -> Shape:
@@ -136,51 +135,23 @@ class _WarpgroupStaged(Staged):
     def start(self, buffer: Any, stage: Any, sources: Sources, moved: Any) -> None:
         if interpreting():
             return
-        hint = ".L2::cache_hint" if LOADED_ONCE else ""
 
         for number, (block, ref, column) in enumerate(sources):
 
             @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), *NUMBERS))
             def body(_: Any, source: Any, target: Any, *numbers: Any, number: int = number) -> None:
                 first, start, stage = (n.registers.item() for n in numbers)
-                i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
-                operands, constraints = [], "r,l"
-                if LOADED_ONCE:
-                    text = "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;"
-                    operands, constraints = [llvm.inline_asm(i64, [], text, "=l")], "r,l,l"
                 for i, address in enumerate(_addresses(source, first, start)):
-                    slot = llvm.ptrtoint(i32, self._slot(target, stage, 2 * number + i))
-                    text = f"cp.async.cg.shared.global{hint}.L2::128B [$0], [$1], 16{', $2' if LOADED_ONCE else ''};"
-                    _inline(text, constraints, slot, address, *operands)
+                    slot = llvm.ptrtoint(ir.IntegerType.get_signless(32), self._slot(target, stage, 2 * number + i))
+                    inline_text("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", "r,l", slot, address)
 
             body(ref, buffer, jnp.int32(block.first), jnp.int32(column) + moved, jnp.int32(stage))
         self.close()
 
-
-def _store_once(block: Block, ref: Any, value: Array, column: int, moved: Any) -> None:
-    """`block.store` of a tile in `ROWS_LAYOUT` that leaves the second-level cache before other things do."""
-    if interpreting() or not STORED_ONCE:
-        block.store(ref, value, ROWS_LAYOUT, column=column, moved=moved)
-        return
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ROWS_LAYOUT, *NUMBERS[:2]))
-    def body(_: Any, target: Any, array: Any, *numbers: Any) -> None:
-        i32 = ir.IntegerType.get_signless(32)
-        addresses = _addresses(target, *(n.registers.item() for n in numbers))
-        for register, address in zip(array.registers.flat, addresses, strict=True):
-            four = mgpu.utils.bitcast(register, ir.VectorType.get((_WORDS,), i32))
-            words = [
-                vector.extract(four, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
-                for i in range(_WORDS)
-            ]
-            _inline("st.global.cs.v4.b32 [$0], {$1, $2, $3, $4};", "l,r,r,r,r", address, *words)
-
-    body(ref, value, jnp.int32(block.first), jnp.int32(column) + moved)
-
-
-def _inline(text: str, constraints: str, *operands: Any) -> None:
-    void = ir.Type.parse("!llvm.void")
-    llvm.inline_asm(void, list(operands), text, f"{constraints},~{{memory}}", has_side_effects=True)
+    def wait_all(self) -> None:
+        """Wait for all copies."""
+        if not interpreting():
+            plgpu.inline_mgpu()(lambda _: inline_text("cp.async.wait_all;", ""))()
 
 
 def _divided(number: Any, by: int) -> tuple[Any, Any]:
@@ -229,15 +200,20 @@ class Walk:
         """Steps of 32 columns in a piece of one stream."""
         return self.shape.piece // STEP
 
+    def column(self, piece: Any, number: Any) -> Any:
+        """First column of 32 columns of a piece. Those of all pieces with one number lie together: blocks go through
+        them at about the same time, and what memory is asked for at one time is whole pages of it."""
+        return (number * self.shape.pieces + piece) * STEP
+
+    @property
+    def substeps(self) -> int:
+        """Steps for 32 columns of all streams."""
+        return self.shape.count // self.streams
+
     @property
     def steps(self) -> int:
         """Steps in a piece of all streams: for 32 columns after the other, the streams in ascending order."""
-        return self.columns * (self.shape.count // self.streams)
-
-    def place(self, step: Any) -> tuple[Any, Any]:
-        """(32 columns of the piece, first stream) of a step."""
-        columns, streams = _divided(step, self.shape.count // self.streams)
-        return columns, streams * self.streams
+        return self.columns * self.substeps
 
     @property
     def staged(self) -> _WarpgroupStaged:
@@ -268,10 +244,11 @@ class Walk:
     def run(
         self,
         sources: Callable[[Block], Sources],
-        begin: Callable[[Block], Make],
+        begin: Callable[[Block, Array], Make],
         fn_ref: Any,
         partial_ref: Any,
         *,
+        ahead: Callable[[Block, Any], None] | None = None,
         buffer: Any,
         weights_s: Any,
         arrived: Any,
@@ -279,64 +256,91 @@ class Walk:
     ) -> None:
         """Project all tiles of this warpgroup.
 
-        sources: of a tile. begin: called once in a tile, gives the function of a step's arrays and first column that
-        makes the streams to be projected.
+        sources: of a tile. begin: called with a tile and the half of double memory that is its own, gives the function
+            of a step's arrays and first column that makes the streams to be projected.
+        ahead: called with the tile after the next one and its half, to start copies of what it needs.
         """
         shape, staged, steps = self.shape, self.staged, self.steps
         warpgroup, piece = lax.axis_index("warpgroup"), lax.axis_index("piece")
         worker = warpgroup * self.groups + lax.axis_index("group")
-        first = piece * shape.piece
 
-        def moved_by(step: Any) -> Any:
-            columns, stream = self.place(step)
-            return stream * shape.size + first + columns * STEP
+        def moved_by(columns: Any, substep: Any) -> Any:
+            return substep * (self.streams * shape.size) + self.column(piece, columns)
 
-        def start(done: Any) -> None:
-            """Start the loads of this warpgroup's step number `done`."""
-            number, step = _divided(done, steps)
+        def start(number: Any, step: Any) -> None:
+            """Start the loads of this warpgroup's step `step` from its tile `number` on."""
+            done = number * steps + step
+            if self.stages <= steps:  # it belongs to this tile or the next one
+                further = (step >= steps).astype(jnp.int32)
+                number, step = number + further, step - further * steps
+            else:
+                more, step = _divided(step, steps)
+                number = number + more
             tile = worker + number * self.workers
 
             @pl.when(tile < self.tiles)
             def _() -> None:
                 stage = _divided(done, self.stages)[1]
-                staged.start(buffer, stage, sources(Block(tile * TILE_ROWS)), moved_by(step))
+                moved = moved_by(*_divided(step, self.substeps))
+                staged.start(buffer, stage, sources(Block(tile * TILE_ROWS)), moved)
 
             @pl.when(tile >= self.tiles)
             def _() -> None:
                 staged.close()
 
+        if ahead is not None:
+            ahead(Block(worker * TILE_ROWS), 0)
         for number in range(self.stages - 1):
-            start(jnp.int32(number))
-        fetch_weights(fn_ref, weights_s, first, self.columns, warpgroup, self.warpgroups)
+            start(jnp.int32(0), jnp.int32(number))
+        weights_of = range(0, self.columns, self.warpgroups)
+        for start_of in weights_of:
+            at = start_of + warpgroup
+
+            @pl.when(at < self.columns)
+            def _(at: Any = at) -> None:
+                fetch_weights(fn_ref, weights_s, at, self.columns, self.column(piece, at))
+
+        plgpu.commit_smem()
         plgpu.barrier_arrive(arrived)
         plgpu.barrier_wait(arrived)
 
+        def add(products: Array, streams: list[tuple[Array, Any]]) -> Array:
+            for product in multiply(streams, weights_s, None if rows_s is None else rows_s.at[warpgroup]):
+                products = products + product
+            return products
+
         def visit(number: Array, carry: None) -> None:
             block = Block((worker + number * self.workers) * TILE_ROWS)
-            make = begin(block)
+            half = number & 1
+            make = begin(block, half)
+            if ahead is not None:
+                if steps < self.stages - 1:
+                    # What was started ahead has not been waited for with the steps of the tile before.
+                    staged.wait_all()
+                ahead(Block((worker + (number + 1) * self.workers) * TILE_ROWS), 1 - half)
 
-            def step(i: Array, sums: Sums) -> Sums:
-                done = number * steps + i
-                staged.wait()
-                moved = moved_by(i)
-                columns, first_stream = self.place(i)
-                stage = _divided(done, self.stages)[1]
-                taken = (staged.take(buffer, stage, at, source, moved) for at, source in enumerate(sources(block)))
+            def step(columns: Array, sums: Sums) -> Sums:
                 squares, products = sums
-                made = list(make(taken, moved))
-                for value in made:
-                    numbers = floats(value)
-                    squares = squares + jnp.sum(numbers * numbers, axis=1)
-                # Loads go to where the step before this one was. Their branch stands here so that the compiler does
-                # not move work across it: there are not enough registers for both sides at once.
-                start(done + self.stages - 1)
-                rows = None if rows_s is None else rows_s.at[warpgroup]
-                for stream, value in enumerate(made):
-                    number_of_weights = (first_stream + stream) * self.columns + columns
-                    products = products + multiply(value, weights_s, number_of_weights, rows)
-                return squares, products
+                total, waiting = None, []
+                for substep in range(self.substeps):
+                    done = (number * self.columns + columns) * self.substeps + substep
+                    staged.wait()
+                    moved = moved_by(columns, substep)
+                    stage = _divided(done, self.stages)[1]
+                    taken = (staged.take(buffer, stage, at, source, moved) for at, source in enumerate(sources(block)))
+                    for stream, value in enumerate(list(make(taken, moved)), substep * self.streams):
+                        numbers = floats(value)
+                        total = numbers * numbers if total is None else total + numbers * numbers
+                        waiting.append((value, stream * self.columns + columns))
+                    # Loads go to where the step before this one was. Their branch stands here so that the compiler
+                    # does not move work across it: there are not enough registers for both sides at once.
+                    start(number, columns * self.substeps + (substep + self.stages - 1))
+                    while len(waiting) >= self.depth.at_once:
+                        products = add(products, waiting[: self.depth.at_once])
+                        waiting = waiting[self.depth.at_once :]
+                return squares + jnp.sum(total, axis=1), products
 
-            store_sums(block, partial_ref, lax.fori_loop(0, steps, step, no_sums(shape)), piece, shape)
+            store_sums(block, partial_ref, lax.fori_loop(0, self.columns, step, no_sums(shape)), piece, shape)
             return carry
 
         lax.fori_loop(0, lax.div(self.tiles - worker + self.workers - 1, jnp.int32(self.workers)), visit, None)
@@ -353,7 +357,7 @@ def project(streams: Array, fn: Array) -> Array:
     def mhc_project_kernel(streams_ref: Any, fn_ref: Any, partial_ref: Any, **scratch: Any) -> None:
         walk.run(
             lambda block: [(block, streams_ref, 0)],
-            lambda block: lambda values, moved: values,
+            lambda block, half: lambda values, moved: values,
             fn_ref,
             partial_ref,
             **scratch,
@@ -379,25 +383,25 @@ def expand_project(
         def sources(block: Block) -> Sources:
             return [(block, y_ref, 0), *((block, streams_ref, column) for column in columns)]
 
-        def begin(block: Block) -> Make:
-            factors = Factors(block, comb_ref, post_ref, pre_ref, factors_s)
-            factors.load()
+        factors = Factors(comb_ref, post_ref, pre_ref, factors_s)
 
+        def begin(block: Block, half: Array) -> Make:
             def make(values: Iterator[Array], moved: Array) -> list[Array]:
                 sublayer, *old = map(floats, values)
+                factors.arrived()
                 new = []
-                for j, factor in enumerate(factors.of_sublayer()):
-                    total = factor * sublayer + weighted_sum(factors.of_stream(j), old)
+                for j, factor in enumerate(factors.of_sublayer(block, half)):
+                    total = factor * sublayer + weighted_sum(factors.of_stream(block, half, j), old)
                     new.append(rounded(total, streams.dtype, ROWS_LAYOUT))
-                collapsed = weighted_sum(factors.of_collapse(), list(map(floats, new)))
+                collapsed = weighted_sum(factors.of_collapse(block, half), list(map(floats, new)))
                 for column, value in zip(columns, new, strict=True):
-                    _store_once(block, new_ref, value, column, moved)
+                    block.store(new_ref, value, ROWS_LAYOUT, column=column, moved=moved)
                 block.store(collapsed_ref, rounded(collapsed, y.dtype, ROWS_LAYOUT), ROWS_LAYOUT, moved=moved)
                 return new
 
             return make
 
-        walk.run(sources, begin, fn_ref, partial_ref, **scratch)
+        walk.run(sources, begin, fn_ref, partial_ref, ahead=factors.start, **scratch)
 
     flat = jax.ShapeDtypeStruct((shape.rows, shape.count * shape.size), streams.dtype)
     out = (

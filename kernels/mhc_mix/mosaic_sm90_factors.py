@@ -1,8 +1,9 @@
 """Factors of the boundary's rows in shared memory, for SM90 (Hopper).
 
 Every step of a tile multiplies its streams by the same 24 numbers of a row, and there are not enough registers to
-keep them. Loads from global memory, which missed the first-level cache, were a third of the kernel's time. A warp
-loads the factors of its 16 rows once in a tile, and nobody else reads them: no barrier of more than a warp is needed.
+keep them. Loads from global memory, which missed the first-level cache, were a third of the kernel's time. The numbers
+of the next tile are on their way (`cp.async`) while this one is worked on. A warp copies the factors of its own 16
+rows, which nobody else reads: no barrier of more than a warp is needed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from deepinfer_jax.kernels.mhc_mix.mosaic_mix import COUNT, ROWS_LAYOUT, STEP, TILE_ROWS
-from deepinfer_jax.kernels.mosaic.rows import LANES, WARPS, Block
+from deepinfer_jax.kernels.mosaic.rows import LANES, WARPS, Block, inline_text
 from deepinfer_jax.kernels.mosaic.target import interpreting
 
 Array = jax.Array
@@ -33,13 +34,12 @@ _BYTES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """Of one tile: `comb` [T, 16], `post` [T, 4], `pre` [T, 4] in global memory.
+    """Of tiles: `comb` [T, 16], `post` [T, 4], `pre` [T, 4] in global memory.
 
-    held: shared memory of the block, float32 [warpgroups * 64, STRIDE]: for every new stream the four numbers of comb
-    that make it, then post, then pre.
+    held: shared memory of the block, float32 [2 * warpgroups * 64, STRIDE]: for tiles with an even and an odd number,
+    a row's comb, post and pre.
     """
 
-    block: Block
     comb: Any
     post: Any
     pre: Any
@@ -47,101 +47,97 @@ class Factors:
 
     @staticmethod
     def scratch(warpgroups: int) -> Any:
-        return plgpu.SMEM((warpgroups * TILE_ROWS, STRIDE), jnp.float32)
+        return plgpu.SMEM((2 * warpgroups * TILE_ROWS, STRIDE), jnp.float32)
 
-    def load(self) -> None:
-        """Bring the factors of the tile to shared memory; the warp has read those of the tile before."""
+    def start(self, block: Block, half: Any) -> None:
+        """Start to copy the factors of a tile to a half of the memory, whose factors the warp has read.
+
+        They arrive with the group of copies that is closed next.
+        """
         if interpreting():
             return
-        vector_type = ir.VectorType
 
-        @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * 4, _NUMBER))
+        @plgpu.inline_mgpu(arg_types=(*(plgpu.RefType(),) * 4, *(_NUMBER,) * 2))
         def body(_: Any, *operands: Any) -> None:
-            *sources, held, first = operands
+            *sources, held, first, half = operands
             f32, i32, i64 = ir.F32Type.get(), ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
             last = ir.MemRefType(sources[0].type).shape[0] - 1
             row, lane = _row_and_lane()
-            to = _address(held, row)
+            to = _address(held, half, row)
             comb, post, pre = (mgpu.utils.memref_ptr(source) for source in sources)
+            inline_text("bar.warp.sync 0xffffffff;", "")
 
-            def read(base: Any, half: Any, width: int, column: Any) -> list[Any]:
-                at = arith.addi(arith.addi(first.registers.item(), _tile_row()), half)
+            def copy(base: Any, below: Any, width: int, column: Any, place: Any) -> None:
+                """Four numbers of the row `below` the thread's upper one."""
+                at = arith.addi(arith.addi(first.registers.item(), _tile_row()), below)
                 at = arith.extui(i64, arith.minsi(at, arith.constant(i32, last)))
                 at = arith.addi(arith.muli(at, arith.constant(i64, width)), arith.extui(i64, column))
-                four = llvm.load(
-                    vector_type.get((COUNT,), f32), mgpu.utils.getelementptr(base, [at], f32), alignment=COUNT * _BYTES
-                )
-                place = [ir.DenseI64ArrayAttr.get([i]) for i in range(COUNT)]
-                return [vector.extract(four, dynamic_position=[], static_position=p) for p in place]
+                number = arith.addi(arith.muli(below, arith.constant(i32, STRIDE)), place)
+                slot = arith.addi(to, arith.muli(number, arith.constant(i32, _BYTES)))
+                address = mgpu.utils.getelementptr(base, [at], f32)
+                inline_text("cp.async.cg.shared.global [$0], [$1], 16;", "r,l", slot, address)
 
             zero, eight = arith.constant(i32, 0), arith.constant(i32, 8)
-            # Lane i of the four that share a row has row i of its comb; lanes 0 and 1 post and pre of the upper row,
-            # lanes 2 and 3 those of the lower one.
-            combs = [
-                read(comb, half, COUNT * COUNT, arith.muli(lane, arith.constant(i32, COUNT))) for half in (zero, eight)
-            ]
+            # Lane i of the four that share a row copies row i of its comb; lanes 0 and 1 post and pre of the upper
+            # row, lanes 2 and 3 those of the lower one.
+            column = arith.muli(lane, arith.constant(i32, COUNT))
+            for below in (zero, eight):
+                copy(comb, below, COUNT * COUNT, column, column)
             odd = arith.trunci(ir.IntegerType.get_signless(1), lane)
+            place = arith.muli(
+                arith.addi(arith.extui(i32, odd), arith.constant(i32, COUNT)), arith.constant(i32, COUNT)
+            )
             lower = arith.muli(arith.shrui(lane, arith.constant(i32, 1)), eight)
-            others = read(arith.select(odd, pre, post), lower, COUNT, zero)
-            _inline("bar.warp.sync 0xffffffff;", "")
-            for half, numbers in enumerate(combs):
-                for j, number in enumerate(numbers):  # comb[i, j] to place j * 4 + i
-                    offset = arith.constant(i32, (8 * half * STRIDE + j * COUNT) * _BYTES)
-                    at = arith.addi(arith.addi(to, offset), arith.muli(lane, arith.constant(i32, _BYTES)))
-                    _inline("st.shared.f32 [$0], $1;", "r,f", at, number)
-            at = arith.addi(to, arith.muli(lower, arith.constant(i32, STRIDE * _BYTES)))
-            place = arith.addi(arith.extui(i32, odd), arith.constant(i32, COUNT))
-            at = arith.addi(at, arith.muli(place, arith.constant(i32, COUNT * _BYTES)))
-            _inline("st.shared.v4.f32 [$0], {$1, $2, $3, $4};", "r,f,f,f,f", at, *others)
-            _inline("bar.warp.sync 0xffffffff;", "")
+            copy(arith.select(odd, pre, post), lower, COUNT, zero, place)
 
-        body(self.comb, self.post, self.pre, self.held, jnp.asarray(self.block.first, jnp.int32))
+        body(self.comb, self.post, self.pre, self.held, _scalar(block.first), _scalar(half))
 
-    def _four(self, ref: Any, columns: range, place: int) -> list[Array]:
-        """Four factors, each repeated along its row [64, 32]: the numbers at `place`, columns `columns` of `ref`."""
+    def _load(self, block: Block, half: Any, ref: Any, columns: range, place: int) -> list[Array]:
+        """Factors of `columns` of `ref`, each repeated along its row [64, 32]; they are held from `place` on."""
         shape = (TILE_ROWS, STEP)
         if interpreting():
-            return [self.block.load(ref, ROWS_LAYOUT, shape, column=i, same=True) for i in columns]
+            return [block.load(ref, ROWS_LAYOUT, shape, column=i, same=True) for i in columns]
         result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), ROWS_LAYOUT)
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=(result,) * COUNT)
-        def body(_: Any, held: Any) -> Any:
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _NUMBER), return_type=(result,) * len(columns))
+        def body(_: Any, held: Any, half: Any) -> Any:
             f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
             layout = ROWS_LAYOUT.to_mgpu()
-            shape_of_registers = layout.registers_shape(shape)
-            row, _lane = _row_and_lane()
-            at = _address(held, row)
-            arrays = [np.empty(shape_of_registers, dtype=object) for _ in range(COUNT)]
-            four = llvm.StructType.get_literal([f32] * COUNT)
-            for half, index in enumerate(np.ndindex(shape_of_registers)):  # the upper row, then the lower one
-                offset = arith.constant(i32, (8 * half * STRIDE + place) * _BYTES)
-                text = "ld.shared.v4.f32 {$0, $1, $2, $3}, [$4];"
-                read = llvm.inline_asm(
-                    four, [arith.addi(at, offset)], text, "=f,=f,=f,=f,r,~{memory}", has_side_effects=True
-                )
-                for i, array in enumerate(arrays):
-                    number = llvm.extractvalue(f32, read, [i])
-                    array[index] = vector.broadcast(ir.VectorType.get((layout.vector_length,), f32), number)
-            return tuple(mgpu.FragmentedArray(_registers=a, _layout=layout, _is_signed=None) for a in arrays)
+            to = _address(held, half, _row_and_lane()[0])
+            arrays = []
+            for column in columns:
+                registers = np.empty(layout.registers_shape(shape), dtype=object)
+                for i, index in enumerate(np.ndindex(registers.shape)):  # the upper row, then the lower one
+                    at = arith.addi(to, arith.constant(i32, (8 * i * STRIDE + place + column) * _BYTES))
+                    number = llvm.inline_asm(
+                        f32, [at], "ld.shared.f32 $0, [$1];", "=f,r,~{memory}", has_side_effects=True
+                    )
+                    registers[index] = vector.broadcast(ir.VectorType.get((layout.vector_length,), f32), number)
+                arrays.append(mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None))
+            return tuple(arrays)
 
-        return list(body(self.held))
+        return list(body(self.held, _scalar(half)))
 
-    def of_stream(self, stream: int) -> list[Array]:
+    def arrived(self) -> None:
+        """What the other lanes of a warp have copied, and waited for, is there."""
+        if not interpreting():
+            plgpu.inline_mgpu()(lambda _: inline_text("bar.warp.sync 0xffffffff;", ""))()
+
+    def of_stream(self, block: Block, half: Any, stream: int) -> list[Array]:
         """Factors comb[i, stream] of the old streams."""
-        return self._four(self.comb, range(stream, COUNT * COUNT, COUNT), stream * COUNT)
+        return self._load(block, half, self.comb, range(stream, COUNT * COUNT, COUNT), 0)
 
-    def of_sublayer(self) -> list[Array]:
+    def of_sublayer(self, block: Block, half: Any) -> list[Array]:
         """post: for each new stream the factor of the sublayer's output."""
-        return self._four(self.post, range(COUNT), COUNT * COUNT)
+        return self._load(block, half, self.post, range(COUNT), COUNT * COUNT)
 
-    def of_collapse(self) -> list[Array]:
+    def of_collapse(self, block: Block, half: Any) -> list[Array]:
         """pre: factors of the new streams in their collapse."""
-        return self._four(self.pre, range(COUNT), COUNT * COUNT + COUNT)
+        return self._load(block, half, self.pre, range(COUNT), COUNT * COUNT + COUNT)
 
 
-def _inline(text: str, constraints: str, *operands: Any) -> None:
-    clobbers = f"{constraints},~{{memory}}" if constraints else "~{memory}"
-    llvm.inline_asm(ir.Type.parse("!llvm.void"), list(operands), text, clobbers, has_side_effects=True)
+def _scalar(number: Any) -> Array:
+    return jnp.asarray(number, jnp.int32)
 
 
 def _tile_row() -> Any:
@@ -161,7 +157,9 @@ def _row_and_lane() -> tuple[Any, Any]:
     return row, arith.andi(thread, arith.constant(i32, 3))
 
 
-def _address(held: Any, row: Any) -> Any:
+def _address(held: Any, half: Any, row: Any) -> Any:
     i32 = ir.IntegerType.get_signless(32)
+    rows = ir.MemRefType(held.type).shape[0] // 2
+    row = arith.addi(row, arith.muli(half.registers.item(), arith.constant(i32, rows)))
     base = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(held))
     return arith.addi(base, arith.muli(row, arith.constant(i32, STRIDE * _BYTES)))

@@ -41,22 +41,14 @@ PAIRS = STEP // 8
 """Pairs of neighbours that a thread holds of a row's step, and threads that share the step."""
 
 
-def fetch_weights(fn: Any, weights: Any, first: Array, columns: int, warpgroup: Any, warpgroups: int) -> None:
-    """Split the weights of one piece into parts, in shared memory. Each warp takes one stream.
+def fetch_weights(fn: Any, weights: Any, number: Any, columns: int, first: Any) -> None:
+    """Split the weights of 32 columns of every stream into parts, in shared memory. Each warp takes one stream.
 
     fn: float32 [N, 4 * D] in global memory. weights: shared memory, bfloat16 [4 * columns, 3 * N, 32]: for every step
         of 32 columns the leading, middle and last parts of all rows; columns of a step stand as (pair, thread, 2)
-        where fn has (thread, pair, 2). first: first column of the piece in every stream. columns: steps in it.
-    Ends with a barrier of this warpgroup; others may still be writing.
+        where fn has (thread, pair, 2). number: of the step, among `columns` of a stream. first: its first column.
     """
-    for start in range(0, columns, warpgroups):
-        step = warpgroup + start
-
-        @pl.when(step < columns)
-        def _(step: Any = step) -> None:
-            (_interpreted_split if interpreting() else _split)(fn, weights, first, columns, step)
-
-    plgpu.commit_smem()
+    (_interpreted_split if interpreting() else _split)(fn, weights, number, columns, first)
 
 
 def in_order(columns: Array) -> Array:
@@ -64,14 +56,14 @@ def in_order(columns: Array) -> Array:
     return columns.reshape(-1, PAIRS, PAIRS, 2).swapaxes(1, 2).reshape(columns.shape)
 
 
-def _interpreted_split(fn: Any, weights: Any, first: Array, columns: int, step: Any) -> None:
+def _interpreted_split(fn: Any, weights: Any, number: Any, columns: int, first: Any) -> None:
     width = fn.shape[1]
     for stream in range(WARPS):
-        values = fn[:, pl.ds(stream * (width // WARPS) + first + step * STEP, STEP)]
-        weights[stream * columns + step] = jnp.concatenate(split(in_order(values)))
+        values = fn[:, pl.ds(stream * (width // WARPS) + first, STEP)]
+        weights[stream * columns + number] = jnp.concatenate(split(in_order(values)))
 
 
-def _split(fn: Any, weights: Any, first: Array, columns: int, step: Any) -> None:
+def _split(fn: Any, weights: Any, number: Any, columns: int, first: Any) -> None:
     """A thread takes 8 columns of every eighth row, and stores 16 bytes of each of their parts."""
     mixes, width = fn.shape
     assert mixes % 8 == 0
@@ -96,7 +88,7 @@ def _split(fn: Any, weights: Any, first: Array, columns: int, step: Any) -> None
         place = scaled(row, 2 * STEP, arith.shli(place, constant(4)))
         place = scaled(scaled(stream, columns, step), PARTS * mixes * 2 * STEP, place)
         held = arith.addi(llvm.ptrtoint(i32, mgpu.utils.memref_ptr(target)), place)
-        column = arith.addi(scaled(stream, width // WARPS, start), scaled(step, STEP, arith.shli(chunk, constant(1))))
+        column = arith.addi(scaled(stream, width // WARPS, start), arith.shli(chunk, constant(1)))
         origin = arith.extui(i64, scaled(row, width, column))
         base = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(source), [origin], f32)
         pair = ir.VectorType.get((2,), i32)
@@ -116,7 +108,7 @@ def _split(fn: Any, weights: Any, first: Array, columns: int, step: Any) -> None
                     ir.Type.parse("!llvm.void"), [address, *words], text, "r,r,r,r,r,~{memory}", has_side_effects=True
                 )
 
-    body(fn, weights, first, jnp.asarray(step, jnp.int32))
+    body(fn, weights, jnp.asarray(first, jnp.int32), jnp.asarray(number, jnp.int32))
 
 
 def _parts_of_pair(values: Any) -> list[Any]:
@@ -171,16 +163,22 @@ def floats(stream: Array) -> Array:
     return body(stream)
 
 
-def multiply(stream: Array, weights: Any, number: Any, rows: Any) -> Array:
-    """bfloat16 [64, 32] times weights number `number` of [.., 3*N, 32] in shared memory -> float32 [64, N].
+def multiply(streams: list[tuple[Array, Any]], weights: Any, rows: Any) -> list[Array]:
+    """Products, all under way at once, of (bfloat16 [64, 32], number): float32 [64, N] each.
 
-    The last parts are added first. rows: memory of this warpgroup for the interpreter, which multiplies from shared
-    memory only; else None.
+    The other operand is weights number `number` of [.., 3*N, 32] in shared memory; its last parts are added first.
+    rows: memory of this warpgroup for the interpreter, which multiplies from shared memory only; else None.
     """
-    sums = _interpreted(stream, weights.at[number], rows) if interpreting() else _product(stream, weights, number)
-    columns = sums.shape[1] // PARTS
-    high, middle, low = (sums[:, i * columns : (i + 1) * columns] for i in range(PARTS))
-    return (low + middle) + high
+    if interpreting():
+        all_sums = [_interpreted(stream, weights.at[number], rows) for stream, number in streams]
+    else:
+        all_sums = _products(streams, weights)
+    columns = all_sums[0].shape[1] // PARTS
+    found = []
+    for sums in all_sums:
+        high, middle, low = (sums[:, i * columns : (i + 1) * columns] for i in range(PARTS))
+        found.append((low + middle) + high)
+    return found
 
 
 def _interpreted(stream: Array, weights: Any, rows: Any) -> Array:
@@ -201,63 +199,77 @@ _DESCRIPTOR = (2 << 62) | (8 * STEP * 2 // 16 << 32)
 """Matrix descriptor (PTX, "matrix-descriptor") of the swizzle of 64 bytes: 8 rows are 512 bytes, the next 8 follow."""
 
 
-def _product(stream: Array, weights: Any, number: Any) -> Array:
-    """float32 [64, 3*N].
+def _instructions(sums: int, rows: int, descriptor: str, columns: int) -> str:
+    """The product of 32 columns in two instructions, the first of which ignores what the sums were."""
 
-    Both instructions and the wait for them are one piece of PTX, whose first instruction ignores what the sums were:
-    `plgpu.wgmma` takes sums that have to be set to zero.
-    """
-    _, columns, _ = weights.shape
-    shape, length = (TILE_ROWS, columns), columns // 2
-    size = columns * STEP * 2
-
-    def instruction(ignore: int, first: int, descriptor: str) -> str:
-        sums, rows = (
-            ", ".join(f"${i}" for i in range(start, start + count)) for start, count in ((0, length), (first, 4))
-        )
+    def instruction(ignore: int, first: int, held: str) -> str:
+        operands = (range(sums, sums + columns // 2), range(first, first + 4))
+        to, left = (", ".join(f"${i}" for i in numbers) for numbers in operands)
         return (
             f"setp.ne.b32 add, {1 - ignore}, 0; wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 "
-            f"{{{sums}}}, {{{rows}}}, {descriptor}, add, 1, 1, 0;"
+            f"{{{to}}}, {{{left}}}, {held}, add, 1, 1, 0;"
         )
 
+    next_columns = f"add.s64 next, {descriptor}, 2;"  # 16 of them
+    return f"{instruction(1, rows, descriptor)} {next_columns} {instruction(0, rows + 4, 'next')}"
+
+
+def _products(streams: list[tuple[Array, Any]], weights: Any) -> list[Array]:
+    """float32 [64, 3*N] of each stream.
+
+    All instructions and the wait for them are one piece of PTX: `plgpu.wgmma` takes sums that have to be set to zero.
+    """
+    count, columns = len(streams), weights.shape[1]
+    shape, length = (TILE_ROWS, columns), columns // 2
+    size = columns * STEP * 2
+    lefts = count * length
+    descriptors = lefts + count * 8
+    pieces = [_instructions(i * length, lefts + i * 8, f"${descriptors + i}", columns) for i in range(count)]
     text = (
-        "{ .reg .pred add; .reg .b64 next; wgmma.fence.sync.aligned;"
-        f" add.s64 next, ${length + 8}, 2;"  # 16 columns
-        f" {instruction(1, length, f'${length + 8}')} {instruction(0, length + 4, 'next')}"
+        f"{{ .reg .pred add; .reg .b64 next; wgmma.fence.sync.aligned; {' '.join(pieces)}"
         " wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0; }"
     )
-    constraints = ",".join(["=&f"] * length + ["r"] * 8 + ["l", "~{memory}"])
+    constraints = ",".join(["=&f"] * lefts + ["r"] * (8 * count) + ["l"] * count + ["~{memory}"])
+    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), SUMS_LAYOUT)
 
     @plgpu.inline_mgpu(
-        arg_types=(ROWS_LAYOUT, plgpu.RefType(WEIGHT_TRANSFORMS), NUMBERS[0]),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.dtype(jnp.float32), SUMS_LAYOUT),
+        arg_types=(plgpu.RefType(WEIGHT_TRANSFORMS), *(ROWS_LAYOUT,) * count, *NUMBERS[:1] * count),
+        return_type=(result,) * count,
     )
-    def body(_: Any, *operands: Any) -> Any:
-        array, held, place = operands
+    def body(_: Any, held: Any, *operands: Any) -> Any:
         f32, i32, i64 = ir.F32Type.get(), ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
         # Of each step of 16 columns: rows above and below, in the first 8 columns and in the others.
         left = [
             mgpu.utils.bitcast(mgpu.utils.vector_slice(rows, slice(2 * pair, 2 * pair + 2)), i32)
+            for array in operands[:count]
             for pair in range(PAIRS)
             for rows in array.registers.flat
         ]
-        address = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(held))
-        address = arith.addi(address, arith.muli(place.registers.item(), arith.constant(i32, size)))
-        address = arith.extui(i64, arith.shrui(address, arith.constant(i32, 4)))
+        base = llvm.ptrtoint(i32, mgpu.utils.memref_ptr(held))
         signed = _DESCRIPTOR - (1 << 64) if _DESCRIPTOR >> 63 else _DESCRIPTOR
-        descriptor = arith.ori(address, arith.constant(i64, signed))
-        results = llvm.StructType.get_literal([f32] * length)
-        made = llvm.inline_asm(results, [*left, descriptor], text, constraints, has_side_effects=True)
-        pair = ir.VectorType.get((2,), f32)
-        to = SUMS_LAYOUT.to_mgpu()
-        registers = np.empty(to.registers_shape(shape), dtype=object)
-        for i, index in enumerate(np.ndindex(registers.shape)):
-            two = llvm.mlir_undef(pair)
-            for j in range(2):
-                element = llvm.extractvalue(f32, made, [2 * i + j])
-                place_in_pair = ir.DenseI64ArrayAttr.get([j])
-                two = vector.insert(element, two, dynamic_position=[], static_position=place_in_pair)
-            registers[index] = two
-        return mgpu.FragmentedArray(_registers=registers, _layout=to, _is_signed=None)
+        places = []
+        for place in operands[count:]:
+            address = arith.addi(base, arith.muli(place.registers.item(), arith.constant(i32, size)))
+            address = arith.extui(i64, arith.shrui(address, arith.constant(i32, 4)))
+            places.append(arith.ori(address, arith.constant(i64, signed)))
+        results = llvm.StructType.get_literal([f32] * lefts)
+        made = llvm.inline_asm(results, [*left, *places], text, constraints, has_side_effects=True)
+        return tuple(_sums_from(made, number * length, shape) for number in range(count))
 
-    return body(stream, weights, jnp.int32(number))
+    products: list[Array] = body(weights, *(s for s, _ in streams), *(jnp.int32(number) for _, number in streams))
+    return list(products)
+
+
+def _sums_from(made: Any, first: int, shape: tuple[int, int]) -> Any:
+    """Elements `first`, ... of a structure of float32 as an array in `SUMS_LAYOUT`."""
+    f32 = ir.F32Type.get()
+    pair = ir.VectorType.get((2,), f32)
+    to = SUMS_LAYOUT.to_mgpu()
+    registers = np.empty(to.registers_shape(shape), dtype=object)
+    for i, index in enumerate(np.ndindex(registers.shape)):
+        two = llvm.mlir_undef(pair)
+        for j in range(2):
+            element = llvm.extractvalue(f32, made, [first + 2 * i + j])
+            two = vector.insert(element, two, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([j]))
+        registers[index] = two
+    return mgpu.FragmentedArray(_registers=registers, _layout=to, _is_signed=None)

@@ -309,7 +309,7 @@ def prefetch(ref: Any, apart: int, count: int, first: Any, columns: int) -> None
         element = ir.MemRefType(source.type).element_type
         address = mgpu.utils.getelementptr(mgpu.utils.memref_ptr(source), [place], element)
         text = f"setp.lt.u32 wanted, $1, {rows * count}; @wanted cp.async.bulk.prefetch.L2.global [$0], {size};"
-        _inline("{ .reg .pred wanted; " + text + " }", "l,r", address, thread)
+        inline_text("{ .reg .pred wanted; " + text + " }", "l,r", address, thread)
 
     body(ref, _scalar(first))
 
@@ -367,7 +367,7 @@ class Staged:
                 for i, index in enumerate(np.ndindex(to.registers_shape(self.shape))):
                     slot = self._slot(target, stage, at * self._registers + i)
                     slot = llvm.ptrtoint(ir.IntegerType.get_signless(32), slot)
-                    _inline("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", "r,l", slot, places.at(index))
+                    inline_text("cp.async.cg.shared.global.L2::128B [$0], [$1], 16;", "r,l", slot, places.at(index))
 
             body(ref, buffer, _scalar(block.first), _scalar(column + moved), _scalar(stage))
         self.close()
@@ -375,12 +375,12 @@ class Staged:
     def close(self) -> None:
         """End a group of copies; a group may be empty."""
         if not interpreting():
-            plgpu.inline_mgpu()(lambda _: _inline("cp.async.commit_group;", ""))()
+            plgpu.inline_mgpu()(lambda _: inline_text("cp.async.commit_group;", ""))()
 
     def wait(self) -> None:
         """Wait for the oldest of `stages` - 1 groups."""
         if not interpreting():
-            plgpu.inline_mgpu()(lambda _: _inline(f"cp.async.wait_group {self.stages - 2};", ""))()
+            plgpu.inline_mgpu()(lambda _: inline_text(f"cp.async.wait_group {self.stages - 2};", ""))()
 
     def take(self, buffer: Any, stage: Any, number: int, source: tuple[Block, Any, int], moved: Any) -> jax.Array:
         """Array `number` of a stage that has arrived, which `start` copied from `source`."""
@@ -405,7 +405,8 @@ class Staged:
         return body(buffer, _scalar(stage))
 
 
-def _inline(text: str, constraints: str, *operands: Any) -> None:
+def inline_text(text: str, constraints: str, *operands: Any) -> None:
+    """PTX without a result, which may read and write memory."""
     clobbers = "~{memory}" if not constraints else f"{constraints},~{{memory}}"
     llvm.inline_asm(ir.Type.parse("!llvm.void"), list(operands), text, clobbers, has_side_effects=True)
 

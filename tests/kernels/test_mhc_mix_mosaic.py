@@ -217,7 +217,7 @@ def test_partial_sums_of_many_tiles(rows: int, monkeypatch: pytest.MonkeyPatch) 
 def test_partial_sums_at_any_depth(warpgroups: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards against sums that depend on how many warpgroups and stages there are, also more stages than steps."""
     monkeypatch.setattr(mosaic_sm90, "PROCESSORS", 1)
-    monkeypatch.setattr(mosaic_sm90, "PROJECT", mosaic_sm90.Depth(warpgroups, stages))
+    monkeypatch.setattr(mosaic_sm90, "PROJECT", mosaic_sm90.Depth(warpgroups, stages, 1))
     partial_sums(130, 32, "sm90")
 
 
@@ -295,8 +295,8 @@ def test_boundary_is_its_parts_in_xla() -> None:
 
 
 def test_boundary_is_its_parts_in_mosaic() -> None:
-    """Guards the fused kernel against anything but the separate kernels, bit for bit, over three pieces."""
-    given = example(2, 96)
+    """Guards the fused kernel against anything but the separate kernels, bit for bit, over two pieces."""
+    given = example(2, 192)
     with interpret("sm90", detect_races=True):
         fused, separate = boundary(given, "mosaic_gpu"), parts(given, "mosaic_gpu")
     assert_same_bits(fused, separate, "boundary")
@@ -306,7 +306,7 @@ def test_boundary_is_its_parts_in_mosaic() -> None:
 def test_expansion_and_projection(architecture: Architecture, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guards the fused kernel on its own, bit for bit: one warpgroup that goes through three tiles."""
     monkeypatch.setattr(mosaic_sm90, "PROCESSORS", 1)
-    monkeypatch.setattr(mosaic_sm90, "BOUNDARY", mosaic_sm90.Depth(1, 3))
+    monkeypatch.setattr(mosaic_sm90, "BOUNDARY", mosaic_sm90.Depth(1, 3, 2))
     module = mosaic_sm90 if architecture == "sm90" else mix
     rng = generator("expansion")
     g = {name: jnp.asarray(x) for name, x in example(min(rows, 80), 32).items()}
