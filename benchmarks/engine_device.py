@@ -1,12 +1,11 @@
 """The engine on an accelerator: equal bits in any arrangement, and whether the device waits for the host.
 
-    PYTHONPATH=. python benchmarks/engine_device.py [--json FILE] [--schedules 1000] [--processes 12]
+    PYTHONPATH=. python benchmarks/engine_device.py [--json FILE] [--only steps|bits] [--schedules 1000]
 
 Steps are timed with and without overlap, and a profile of some steps gives the share of the time in which the device
 has nothing to do between programs: decode steps of a few rows, whose launches take longer than their work, and steps
 of long prompts. Then requests of the demo model are run one by one without overlap and shared prefixes, and in random
-arrangements; every result must have the same bits. Arrangements are shared by processes, because one leaves the
-device idle most of the time; each compares with requests that it ran alone itself.
+arrangements; every result must have the same bits. (Several processes are no faster together than one.)
 """
 
 from __future__ import annotations
@@ -15,13 +14,9 @@ import argparse
 import datetime
 import glob
 import gzip
-import itertools
 import json
-import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -38,10 +33,13 @@ from deepinfer_jax.sampling_params import SamplingParams
 
 SIZES: dict[str, Any] = {"slots": 16, "rows": (64,), "context": 1024}
 
+PROFILED = 4
+"""Steps of a profile: one of prompts has some 15,000 events."""
+
 STEPS: dict[str, dict[str, int]] = {
     "decode, 1 sequence": {"sequences": 1},
     "decode, 16 sequences": {"sequences": 16},
-    "prompts, 1024 rows": {"sequences": 16, "rows": 1024, "prompt": 4000},
+    "prompts, 1024 rows": {"sequences": 16, "rows": 1024, "prompt": 3800},
 }
 
 
@@ -59,8 +57,8 @@ def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
     return result
 
 
-def same_bits(params: Any, first: int, count: int, seconds: float) -> Iterator[dict[str, Any]]:
-    """Schedules `first` to `first` + `count` - 1: after each, how many results were compared and how many differed.
+def same_bits(params: Any, count: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """Random schedules 0 to `count` - 1: after each, how many results were compared and how many differed.
 
     No schedule begins after so many seconds.
     """
@@ -69,7 +67,7 @@ def same_bits(params: Any, first: int, count: int, seconds: float) -> Iterator[d
         alone = [engine.generate([prompt], sampling)[0] for prompt, sampling in work]
     found = {"schedules": 0, "results": 0, "different": 0, "cached_rows": 0, "preemptions": 0}
     start = time.perf_counter()
-    for seed in range(first, first + count):
+    for seed in range(count):
         if time.perf_counter() - start > seconds:
             return
         rng = random.Random(seed)
@@ -89,40 +87,13 @@ def same_bits(params: Any, first: int, count: int, seconds: float) -> Iterator[d
         yield found | {"seconds": time.perf_counter() - start}
 
 
-def same_bits_in_processes(schedules: int, processes: int, seconds: float) -> dict[str, Any]:
-    """`same_bits` of schedules 0 to `schedules` - 1, a stretch in each process; sums, and seconds of the slowest."""
-    bounds = [schedules * i // processes for i in range(processes + 1)]
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    start = time.perf_counter()
-    children = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--part", f"{first}:{last - first}", "--seconds", str(seconds)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for first, last in itertools.pairwise(bounds)
-    ]
-    total: dict[str, Any] = {"processes": processes, "failed_processes": 0, "seconds": 0.0}
-    for child in children:
-        text, _ = child.communicate()
-        total["failed_processes"] += child.returncode != 0
-        if not text:
-            continue
-        found = json.loads(text.splitlines()[-1])
-        total["seconds"] = max(total["seconds"], found.pop("seconds"))
-        for name, number in found.items():
-            total[name] = total.get(name, 0) + number
-    return total | {"seconds_with_start": time.perf_counter() - start}
-
-
 def timed_steps(params: Any, overlap: bool, sequences: int, rows: int = 64, prompt: int = 1) -> dict[str, Any]:
-    """Median milliseconds of a step, and the idle share of the device's busiest line in a profile of 10 steps.
+    """Median milliseconds of a step, and the idle share of the device's busiest line in a profile of some steps.
 
     prompt: tokens of each prompt; long enough, and the steps are those of prompts, of `rows` rows each.
     """
     figures: dict[str, Any] = {}
-    sizes = SIZES | {"rows": (rows,), "context": max(SIZES["context"], 2 * prompt)}
+    sizes = SIZES | {"rows": (rows,), "context": max(SIZES["context"], prompt + 200)}
     with Engine(params, RuntimeConfig(**sizes, overlap=overlap, prefix_sharing=False)) as engine:
         rng = random.Random(1)
         prompts = [[5 + i] + [rng.randrange(3, 3000) for _ in range(prompt - 1)] for i in range(sequences)]
@@ -137,7 +108,7 @@ def timed_steps(params: Any, overlap: bool, sequences: int, rows: int = 64, prom
         figures["step_ms"] = statistics.median(times) * 1e3
         with tempfile.TemporaryDirectory() as folder:
             with jax.profiler.trace(folder):
-                for _ in range(10):
+                for _ in range(PROFILED):
                     engine.step()
                 jax.block_until_ready(engine._runner._newest)
             figures |= idle_share(folder)
@@ -181,16 +152,10 @@ def idle_share(folder: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--only", choices=("steps", "bits"), help="one of the two parts")
     parser.add_argument("--schedules", type=int, default=100, help="random arrangements")
-    parser.add_argument("--processes", type=int, default=1, help="that share them")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no arrangement begins later")
-    parser.add_argument("--part", metavar="FIRST:COUNT", help="only these arrangements, as one line of JSON")
     arguments = parser.parse_args()
-    if arguments.part:
-        first, count = map(int, arguments.part.split(":"))
-        for found in same_bits(deepinfer_jax.load_params("demo", unpack=False), first, count, arguments.seconds):
-            print(json.dumps(found), flush=True)
-        return
     result: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "device": jax.devices()[0].device_kind,
@@ -211,11 +176,16 @@ def main() -> None:
     result["first_generate_seconds"] = time.perf_counter() - start
     result["text"], result["logprobs"] = output.text, np.round(output.outputs[0].logprobs, 4).tolist()
     save()
-    for overlap in (True, False):
+    for overlap in (True, False) if arguments.only != "bits" else ():
         for name, sizes in STEPS.items():
             result[f"{name}, overlap {overlap}"] = timed_steps(params, overlap, **sizes)
             save()
-    result["bits"] = same_bits_in_processes(arguments.schedules, arguments.processes, arguments.seconds)
+    if arguments.only == "steps":
+        return
+    for found in same_bits(params, arguments.schedules, arguments.seconds):
+        result["bits"] = found
+        if found["schedules"] % 25 == 0 or found["schedules"] == arguments.schedules:
+            save()
     save()
 
 

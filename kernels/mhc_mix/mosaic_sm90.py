@@ -321,7 +321,8 @@ class Walk:
 
             def step(columns: Array, sums: Sums) -> Sums:
                 squares, products = sums
-                total, waiting = None, []
+                total: Any = None
+                waiting: list[tuple[Array, Any]] = []
                 for substep in range(self.substeps):
                     done = (number * self.columns + columns) * self.substeps + substep
                     staged.wait()
@@ -338,6 +339,8 @@ class Walk:
                     while len(waiting) >= self.depth.at_once:
                         products = add(products, waiting[: self.depth.at_once])
                         waiting = waiting[self.depth.at_once :]
+                if waiting:
+                    products = add(products, waiting)
                 return squares + jnp.sum(total, axis=1), products
 
             store_sums(block, partial_ref, lax.fori_loop(0, self.columns, step, no_sums(shape)), piece, shape)

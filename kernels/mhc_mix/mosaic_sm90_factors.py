@@ -102,7 +102,7 @@ class Factors:
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _NUMBER), return_type=(result,) * len(columns))
         def body(_: Any, held: Any, half: Any) -> Any:
             f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-            layout = ROWS_LAYOUT.to_mgpu()
+            layout: Any = ROWS_LAYOUT.to_mgpu()
             to = _address(held, half, _row_and_lane()[0])
             arrays = []
             for column in columns:
@@ -116,7 +116,8 @@ class Factors:
                 arrays.append(mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None))
             return tuple(arrays)
 
-        return list(body(self.held, _scalar(half)))
+        arrays: Any = body(self.held, _scalar(half))  # type: ignore[call-arg]
+        return list(arrays)
 
     def arrived(self) -> None:
         """What the other lanes of a warp have copied, and waited for, is there."""
