@@ -87,7 +87,7 @@ def whole_sequence(
     config, kernels = params.config, kernels or choose_kernels(params, profile)
     needed = max(least_pages, -(-len(ids) // PAGE))
     pages = 1 << (needed - 1).bit_length()
-    state = init_state(config, profile, slots=1, pages=pages, row_block=kernels.row_block or kernels.row_tile or ROWS)
+    state = init_state(config, profile, slots=1, pages=pages, row_block=kernels.most_rows(ROWS))
     table = np.arange(pages, dtype=np.int32)[None]
     step = forward_program(config, profile, kernels)
     for start in range(0, len(ids), ROWS):

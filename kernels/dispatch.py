@@ -106,6 +106,10 @@ class Kernels:
         most = min(self.row_block or tile, rows)
         return next((size for size in range(most, tile, -tile) if rows % size == 0), tile)
 
+    def most_rows(self, without_tiles: int) -> int:
+        """Most rows of one block at any row count; `without_tiles` where there is no tile to go by."""
+        return self.row_block or self.row_tile or without_tiles
+
     def implementation(self, op: str) -> Implementation | None:
         """The chosen implementation of `op`."""
         return dict(self.choices).get(op)

@@ -54,7 +54,7 @@ class Runner:
             self._profile,
             slots=sizes.slots,
             pages=sizes.pages,
-            row_block=self.kernels.row_block or self.kernels.row_tile or sizes.rows[-1],
+            row_block=kernels.most_rows(sizes.rows[-1]),
         )
         self._rings = empty_rings(self._state, sizes.snapshots) if sizes.snapshots else None
         self._newest = jnp.zeros(sizes.slots, jnp.int32)

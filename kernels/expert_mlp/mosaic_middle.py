@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu
 
 from deepinfer_jax.kernels.expert_mlp.shapes import ROW_STEP
 from deepinfer_jax.kernels.fp4_fragments import TILE
-from deepinfer_jax.kernels.mosaic import rows as mosaic_rows
+from deepinfer_jax.kernels.mosaic.row_arithmetic import divide
 from deepinfer_jax.kernels.mosaic.target import interpreting
 from deepinfer_jax.kernels.quantization import GROUP, round_to_e4m3
 
@@ -46,7 +46,7 @@ def quantized(values: jax.Array, amax: jax.Array) -> jax.Array:
 
 def silu(x: jax.Array, layout: Any) -> jax.Array:
     """x / (1 + exp(-x)) of float32 in `layout`: exp and two roundings, at most 4 units in the last place."""
-    return mosaic_rows.divide(x, 1 + jnp.exp(-x), layout)
+    return divide(x, 1 + jnp.exp(-x), layout)
 
 
 def _largest_of_columns(values: jax.Array, scratch: Any) -> jax.Array:

@@ -14,6 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from deepinfer_jax.kernels.expert_mlp.mosaic_middle import silu
 from deepinfer_jax.kernels.mosaic import rows as mosaic_rows
 from deepinfer_jax.kernels.mosaic.quantize import quantize_dequantize
+from deepinfer_jax.kernels.mosaic.row_arithmetic import divide
 from deepinfer_jax.kernels.mosaic.rows import Block
 from deepinfer_jax.kernels.top_k.xla import LOWEST, order_key
 
@@ -70,7 +71,7 @@ def scores_of(logits: jax.Array, layout: Any) -> jax.Array:
     log1p.) The part left out of the series is below 2^-27 of it.
     """
     u = jnp.exp(-jnp.abs(logits))
-    s = mosaic_rows.divide(u, 2 + u, layout)
+    s = divide(u, 2 + u, layout)
     square = s * s
     series = jnp.full_like(s, np.float32(1 / 17))
     for power in (15, 13, 11, 9, 7, 5, 3):
@@ -111,7 +112,7 @@ def _route_kernel(
     index = plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout)
     logits = plgpu.load(logits_g.at[row], layout=layout, optimized=False)
     if temperature != 1:
-        logits = mosaic_rows.divide(logits, float(temperature), layout)
+        logits = divide(logits, float(temperature), layout)
     scores = scores_of(logits, layout)
     keys = order_key(scores + plgpu.load(bias_g.at[row], layout=layout, optimized=False))
     # Columns behind the experts can never win: no key of an expert is below the second lowest number.
@@ -131,7 +132,7 @@ def _route_kernel(
         all_ids, weights = jnp.where(lane == j, ids[j], all_ids), jnp.where(lane == j, values[j], weights)
     if normalize and chosen > 1:
         total = functools.reduce(lambda sum_, value: sum_ + value, values) + np.float32(1e-20)
-        weights = mosaic_rows.divide(weights, jnp.where(lane < chosen, total, np.float32(1)), lanes)
+        weights = divide(weights, jnp.where(lane < chosen, total, np.float32(1)), lanes)
     ids_g[row] = all_ids
     weights_g[row] = weights * np.float32(scale)
 

@@ -26,17 +26,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from deepinfer_jax.kernels.mhc_mix.mosaic_rows import expanded, load_factors, weighted_sum
-from deepinfer_jax.kernels.mosaic.rows import (
-    SHARED,
-    Block,
-    Staged,
-    divide,
-    inline_float,
-    prefetch,
-    row_kernel,
-    row_layout,
-    tiled_layout,
-)
+from deepinfer_jax.kernels.mosaic.row_arithmetic import divide, inline_float
+from deepinfer_jax.kernels.mosaic.rows import SHARED, Block, Staged, prefetch, row_kernel, row_layout, tiled_layout
 from deepinfer_jax.kernels.mosaic.target import interpreting
 
 Array = jax.Array

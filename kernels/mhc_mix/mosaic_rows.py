@@ -10,16 +10,8 @@ import numpy as np
 from jax import lax
 
 from deepinfer_jax.kernels.mosaic.quantize import quantize_dequantize
-from deepinfer_jax.kernels.mosaic.rows import (
-    SHARED,
-    Block,
-    RowLayout,
-    divide,
-    normalize,
-    rounded,
-    row_kernel,
-    row_layout,
-)
+from deepinfer_jax.kernels.mosaic.row_arithmetic import divide, normalize, rounded
+from deepinfer_jax.kernels.mosaic.rows import SHARED, Block, RowLayout, row_kernel, row_layout
 
 Array = jax.Array
 

@@ -33,7 +33,7 @@ from deepinfer_jax.kernels.mhc_mix.mosaic_mix import (
     store_sums,
 )
 from deepinfer_jax.kernels.mhc_mix.mosaic_rows import weighted_sum
-from deepinfer_jax.kernels.mhc_mix.mosaic_sm90_factors import Factors
+from deepinfer_jax.kernels.mhc_mix.mosaic_sm90_factors import Factors, tile_row
 from deepinfer_jax.kernels.mhc_mix.mosaic_sm90_product import (
     NUMBERS,
     WEIGHT_TRANSFORMS,
@@ -41,7 +41,8 @@ from deepinfer_jax.kernels.mhc_mix.mosaic_sm90_product import (
     floats,
     multiply,
 )
-from deepinfer_jax.kernels.mosaic.rows import LANES, WARPS, Block, Staged, inline_text, rounded
+from deepinfer_jax.kernels.mosaic.row_arithmetic import rounded
+from deepinfer_jax.kernels.mosaic.rows import LANES, WARPS, Block, Staged, inline_text
 from deepinfer_jax.kernels.mosaic.target import interpreting
 
 Array = jax.Array
@@ -90,11 +91,8 @@ def _addresses(ref: Any, first: Any, column: Any) -> list[Any]:
     """Where a thread's two vectors of 8 columns of a tile in `ROWS_LAYOUT` lie; rows after the last repeat it."""
     i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     rows, width = ir.MemRefType(ref.type).shape
-    thread = arith.andi(mgpu.utils.thread_idx(), arith.constant(i32, WARPS * LANES - 1))
-    four = arith.shrui(thread, arith.constant(i32, 2))  # threads of one row
-    # A warp has 16 rows, its threads the first 8 of them and the others.
-    above = arith.addi(four, arith.andi(four, arith.constant(i32, -8)))
-    place = arith.shli(arith.andi(thread, arith.constant(i32, 3)), arith.constant(i32, 3))
+    above = tile_row()
+    place = arith.shli(arith.andi(mgpu.utils.thread_idx(), arith.constant(i32, 3)), arith.constant(i32, 3))
     along = arith.extui(i64, arith.addi(column, place))
 
     def address(half: int) -> Any:

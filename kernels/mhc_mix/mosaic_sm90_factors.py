@@ -69,7 +69,7 @@ class Factors:
 
             def copy(base: Any, below: Any, width: int, column: Any, place: Any) -> None:
                 """Four numbers of the row `below` the thread's upper one."""
-                at = arith.addi(arith.addi(first.registers.item(), _tile_row()), below)
+                at = arith.addi(arith.addi(first.registers.item(), tile_row()), below)
                 at = arith.extui(i64, arith.minsi(at, arith.constant(i32, last)))
                 at = arith.addi(arith.muli(at, arith.constant(i64, width)), arith.extui(i64, column))
                 number = arith.addi(arith.muli(below, arith.constant(i32, STRIDE)), place)
@@ -141,7 +141,7 @@ def _scalar(number: Any) -> Array:
     return jnp.asarray(number, jnp.int32)
 
 
-def _tile_row() -> Any:
+def tile_row() -> Any:
     """The upper of a thread's two rows in a tile of `ROWS_LAYOUT`: a warp has 16 rows, four lanes share one."""
     i32 = ir.IntegerType.get_signless(32)
     thread = arith.andi(mgpu.utils.thread_idx(), arith.constant(i32, WARPS * LANES - 1))
@@ -154,7 +154,7 @@ def _row_and_lane() -> tuple[Any, Any]:
     i32 = ir.IntegerType.get_signless(32)
     thread = mgpu.utils.thread_idx()
     warpgroup = arith.shrui(thread, arith.constant(i32, (WARPS * LANES).bit_length() - 1))
-    row = arith.addi(arith.muli(warpgroup, arith.constant(i32, TILE_ROWS)), _tile_row())
+    row = arith.addi(arith.muli(warpgroup, arith.constant(i32, TILE_ROWS)), tile_row())
     return row, arith.andi(thread, arith.constant(i32, 3))
 
 

@@ -15,6 +15,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from deepinfer_jax.kernels.mosaic import rows as mosaic_rows
+from deepinfer_jax.kernels.mosaic.row_arithmetic import spread
 from deepinfer_jax.kernels.mosaic.rows import Block
 from deepinfer_jax.kernels.mosaic.target import interpreting
 from deepinfer_jax.kernels.quantization import GROUP
@@ -58,7 +59,7 @@ def quantize_dequantize(values: jax.Array) -> jax.Array:
     """
     scales = _scales(jnp.max(_magnitude_bits(values), axis=-1))
     axes = tuple(range(values.ndim - 1))
-    return _round(values, *(mosaic_rows.spread(number, values.shape, axes) for number in scales))
+    return _round(values, *(spread(number, values.shape, axes) for number in scales))
 
 
 TILE_COLUMNS = 128

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from deepinfer_jax.kernels.mosaic.rows import SHARED, Block, normalize, row_kernel, row_layout
+from deepinfer_jax.kernels.mosaic.row_arithmetic import normalize
+from deepinfer_jax.kernels.mosaic.rows import SHARED, Block, row_kernel, row_layout
 from deepinfer_jax.kernels.mosaic.target import architecture
 from deepinfer_jax.kernels.quantization import CacheFormat
 from deepinfer_jax.kernels.rms_norm_quant import mosaic_rows

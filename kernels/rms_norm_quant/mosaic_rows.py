@@ -18,20 +18,8 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from deepinfer_jax.kernels.mosaic.rows import (
-    SHARED,
-    VECTOR,
-    Block,
-    RowLayout,
-    divide,
-    normalize,
-    pack_pairs,
-    plane_layout,
-    row_kernel,
-    row_layout,
-    spread,
-    swap_pairs,
-)
+from deepinfer_jax.kernels.mosaic.row_arithmetic import divide, normalize, pack_pairs, spread, swap_pairs
+from deepinfer_jax.kernels.mosaic.rows import SHARED, VECTOR, Block, RowLayout, plane_layout, row_kernel, row_layout
 from deepinfer_jax.kernels.mosaic.target import interpreting
 from deepinfer_jax.kernels.quantization import FP4_KV_GROUP, GROUP, CacheFormat, cache_dtype, cache_width
 
