@@ -256,7 +256,7 @@ class Walk:
 
         sources: of a tile. begin: called with a tile and the half of double memory that is its own, gives the function
             of a step's arrays and first column that makes the streams to be projected.
-        ahead: called with the tile after the next one and its half, to start copies of what it needs.
+        ahead: called with the next tile and its half when a tile begins, to start copies of what it needs.
         """
         shape, staged, steps = self.shape, self.staged, self.steps
         warpgroup, piece = lax.axis_index("warpgroup"), lax.axis_index("piece")
@@ -290,9 +290,8 @@ class Walk:
             ahead(Block(worker * TILE_ROWS), 0)
         for number in range(self.stages - 1):
             start(jnp.int32(0), jnp.int32(number))
-        weights_of = range(0, self.columns, self.warpgroups)
-        for start_of in weights_of:
-            at = start_of + warpgroup
+        for each in range(0, self.columns, self.warpgroups):
+            at = each + warpgroup
 
             @pl.when(at < self.columns)
             def _(at: Any = at) -> None:
