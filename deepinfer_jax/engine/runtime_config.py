@@ -117,7 +117,7 @@ def device_memory() -> int:
 def runtime_sizes(runtime: RuntimeConfig, kernels: Kernels, config: ModelConfig, profile: NumericsProfile) -> Sizes:
     """Array sizes of an engine that runs with `kernels`. ValueError where the budget holds nothing."""
     tile = kernels.row_tile or 128
-    block = kernels.row_block or tile
+    block = kernels.most_rows(tile)
     most_logits = _multiple(max(128, runtime.slots + 1), 128 if kernels.row_block else tile)
     cpu = jax.default_backend() == "cpu"
     rows = runtime.rows or ((_multiple(max(128, runtime.slots), tile),) if cpu else _gpu_rows(runtime.slots, tile))

@@ -47,6 +47,7 @@ class Factors:
 
     @staticmethod
     def scratch(warpgroups: int) -> Any:
+        """The shared memory `held` of a block."""
         return plgpu.SMEM((2 * warpgroups * TILE_ROWS, STRIDE), jnp.float32)
 
     def start(self, block: Block, half: Any) -> None:

@@ -21,7 +21,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from deepinfer_jax.kernels.mhc_mix.mosaic_mix import PARTS, ROWS_LAYOUT, STEP, SUMS_LAYOUT, TILE_ROWS, split
-from deepinfer_jax.kernels.mosaic.rows import WARPS
+from deepinfer_jax.kernels.mosaic.rows import WARPS, inline_text
 from deepinfer_jax.kernels.mosaic.target import interpreting
 
 Array = jax.Array
@@ -44,9 +44,10 @@ PAIRS = STEP // 8
 def fetch_weights(fn: Any, weights: Any, number: Any, columns: int, first: Any) -> None:
     """Split the weights of 32 columns of every stream into parts, in shared memory. Each warp takes one stream.
 
-    fn: float32 [N, 4 * D] in global memory. weights: shared memory, bfloat16 [4 * columns, 3 * N, 32]: for every step
-        of 32 columns the leading, middle and last parts of all rows; columns of a step stand as (pair, thread, 2)
-        where fn has (thread, pair, 2). number: of the step, among `columns` of a stream. first: its first column.
+    fn: float32 [N, 4 * D] in global memory, N a multiple of 8.
+    weights: bfloat16 [4 * columns, 3 * N, 32] in shared memory: for every step of 32 columns the leading, middle and
+        last parts of all rows. Columns of a step stand as (pair, thread, 2) where fn has (thread, pair, 2).
+    number: of the step, among the `columns` steps of a stream. first: its first column.
     """
     (_interpreted_split if interpreting() else _split)(fn, weights, number, columns, first)
 
@@ -103,10 +104,7 @@ def _split(fn: Any, weights: Any, number: Any, columns: int, first: Any) -> None
             parts = zip(*(_parts_of_pair(values) for values in pairs), strict=True)
             for number, words in enumerate(parts):
                 address = arith.addi(held, constant((number * mixes // 8 + group) * 8 * 2 * STEP))
-                text = "st.shared.v4.b32 [$0], {$1, $2, $3, $4};"
-                llvm.inline_asm(
-                    ir.Type.parse("!llvm.void"), [address, *words], text, "r,r,r,r,r,~{memory}", has_side_effects=True
-                )
+                inline_text("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", address, *words)
 
     body(fn, weights, jnp.asarray(first, jnp.int32), jnp.asarray(number, jnp.int32))
 
