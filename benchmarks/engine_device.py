@@ -1,19 +1,25 @@
 """The engine on an accelerator: equal bits in any arrangement, and whether the device waits for the host.
 
     PYTHONPATH=. python benchmarks/engine_device.py [--json FILE] [--only steps|bits] [--schedules 1000]
+    PYTHONPATH=. python benchmarks/engine_device.py --only released [--json FILE]
 
 Steps are timed with and without overlap, and a profile of some steps gives the share of the time in which the device
 has nothing to do between programs: decode steps of a few rows, whose launches take longer than their work, and steps
 of long prompts. Then requests of the demo model are run one by one without overlap and shared prefixes, and in random
 arrangements; every result must have the same bits. (Several processes are no faster together than one.)
+
+With `released` the steps are those of a model of released sizes with fewer experts and smaller Engram tables, 42 GB of
+random weights: its kernels take longer than their launches, as those of the demo model do not.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import glob
 import gzip
+import itertools
 import json
 import random
 import statistics
@@ -23,12 +29,19 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jaxlib
 import numpy as np
 
 import deepinfer_jax
 from deepinfer_jax.engine.engine import Engine
+from deepinfer_jax.engine.repack import repacked_form
 from deepinfer_jax.engine.runtime_config import RuntimeConfig
+from deepinfer_jax.kernels import fp4_fragments
+from deepinfer_jax.kernels.quantization import QuantTensor
+from deepinfer_jax.model.config import ModelConfig
+from deepinfer_jax.model.engram_hash import bucket_primes
+from deepinfer_jax.model.params import Parameter, Params, build_params
 from deepinfer_jax.sampling_params import SamplingParams
 
 SIZES: dict[str, Any] = {"slots": 16, "rows": (64,), "context": 1024}
@@ -39,8 +52,54 @@ PROFILED = 4
 STEPS: dict[str, dict[str, int]] = {
     "decode, 1 sequence": {"sequences": 1},
     "decode, 16 sequences": {"sequences": 16},
+    "decode, 16 sequences, 16 rows": {"sequences": 16, "rows": 16},
     "prompts, 1024 rows": {"sequences": 16, "rows": 1024, "prompt": 3800},
 }
+
+RELEASED_STEPS: dict[str, dict[str, int]] = {
+    "released sizes, decode, 16 sequences": {"sequences": 16, "rows": 16},
+    "released sizes, prompts, 256 rows": {"sequences": 16, "rows": 256, "prompt": 3800},
+}
+
+
+def released_model() -> Params:
+    """Random weights of the released configuration with 32 experts and Engram tables of 160,000 buckets."""
+    released = ModelConfig.released()
+    buckets = 160_000
+    orders = released.engram_max_ngram_size - 1
+    primes = bucket_primes(len(released.engram_layer_ids), orders, released.engram_n_heads, buckets)
+    config = dataclasses.replace(
+        released,
+        n_routed_experts=32,
+        dspark_n_routed_experts=32,
+        engram_vocab_size=buckets,
+        engram_num_embeddings=tuple(int(np.sum(layer)) for layer in primes),
+    )
+    keys = (jax.random.key(number, impl="rbg") for number in itertools.count())
+    scale_bytes = {"fp8": 114, "fp4": 119, "fp8_row": 114}  # results of deviation one, about
+
+    def place(parameter: Parameter, lead: tuple[int, ...], prefixes: tuple[str, ...]) -> Any:
+        shapes = parameter.abstract(lead)
+        if isinstance(shapes, QuantTensor):
+            fmt = shapes.format
+            form = repacked_form(parameter.key, shapes) or shapes
+            dtype = form.data.dtype
+            codes = jax.random.bits(next(keys), form.data.shape, dtype)
+            if fmt != "fp4":
+                codes &= jnp.asarray(0x77, dtype)  # no NaN
+            byte = scale_bytes[fmt]
+            if form.format != fmt:  # two scales together
+                byte = (byte + int(fp4_fragments.SCALE_OFFSET)) % 256 * 257
+            return QuantTensor(codes, jnp.full(form.scale.shape, byte, form.scale.dtype), form.format)
+        if parameter.init in ("ones", "hc_scale"):
+            return jnp.ones(shapes.shape, shapes.dtype)
+        if parameter.init in ("zeros", "bias", "hc_base"):
+            return jnp.zeros(shapes.shape, shapes.dtype)
+        values = jax.random.normal(next(keys), shapes.shape, jnp.bfloat16) * shapes.shape[-1] ** -0.5
+        return values.astype(shapes.dtype)
+
+    classes = jnp.arange(config.vocab_size, dtype=jnp.int32) % config.engram_compressed_vocab_size
+    return build_params(config, place, classes)
 
 
 def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
@@ -57,23 +116,24 @@ def requests(count: int) -> list[tuple[list[int], SamplingParams]]:
     return result
 
 
-def same_bits(params: Any, count: int, seconds: float) -> Iterator[dict[str, Any]]:
-    """Random schedules 0 to `count` - 1: after each, how many results were compared and how many differed.
+def same_bits(params: Any, first: int, count: int, seconds: float) -> Iterator[dict[str, Any]]:
+    """Random schedules from `first` on, `count` of them: after each, how many results were compared and differed.
 
     No schedule begins after so many seconds.
     """
     work = requests(24)
-    with Engine(params, RuntimeConfig(**SIZES, prefix_sharing=False, overlap=False)) as engine:
+    sizes = SIZES | {"slots": 32, "rows": (16, 64)}  # programs of two sizes take turns
+    with Engine(params, RuntimeConfig(**sizes, prefix_sharing=False, overlap=False)) as engine:
         alone = [engine.generate([prompt], sampling)[0] for prompt, sampling in work]
     found = {"schedules": 0, "results": 0, "different": 0, "cached_rows": 0, "preemptions": 0}
     start = time.perf_counter()
-    for seed in range(count):
+    for seed in range(first, first + count):
         if time.perf_counter() - start > seconds:
             return
         rng = random.Random(seed)
         order = [rng.randrange(len(work)) for _ in range(rng.choice([2, 8, 20, 40]))]
         chunk = rng.choice([None, 7, 32])
-        with Engine(params, RuntimeConfig(**SIZES, prefill_chunk=chunk)) as engine:
+        with Engine(params, RuntimeConfig(**sizes, prefill_chunk=chunk)) as engine:
             call = engine.submit([work[i][0] for i in order], [work[i][1] for i in order])
             while not call.done:
                 engine.step()
@@ -93,7 +153,7 @@ def timed_steps(params: Any, overlap: bool, sequences: int, rows: int = 64, prom
     prompt: tokens of each prompt; long enough, and the steps are those of prompts, of `rows` rows each.
     """
     figures: dict[str, Any] = {}
-    sizes = SIZES | {"rows": (rows,), "context": max(SIZES["context"], prompt + 200)}
+    sizes = SIZES | {"rows": (rows,), "context": max(SIZES["context"], prompt + 200), "cache_bytes": 1 << 30}
     with Engine(params, RuntimeConfig(**sizes, overlap=overlap, prefix_sharing=False)) as engine:
         rng = random.Random(1)
         prompts = [[5 + i] + [rng.randrange(3, 3000) for _ in range(prompt - 1)] for i in range(sequences)]
@@ -101,7 +161,7 @@ def timed_steps(params: Any, overlap: bool, sequences: int, rows: int = 64, prom
         for _ in range(10):
             engine.step()
         times = []
-        for _ in range(40):
+        for _ in range(30):
             start = time.perf_counter()
             engine.step()
             times.append(time.perf_counter() - start)
@@ -152,8 +212,9 @@ def idle_share(folder: str) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--only", choices=("steps", "bits"), help="one of the two parts")
+    parser.add_argument("--only", choices=("steps", "bits", "released"), help="one of the parts")
     parser.add_argument("--schedules", type=int, default=100, help="random arrangements")
+    parser.add_argument("--first", type=int, default=0, help="number of the first one")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="no arrangement begins later")
     arguments = parser.parse_args()
     result: dict[str, Any] = {
@@ -168,6 +229,13 @@ def main() -> None:
             with open(arguments.json, "w") as file:
                 json.dump(result, file, indent=1)
 
+    if arguments.only == "released":
+        params = released_model()
+        for name, sizes in RELEASED_STEPS.items():
+            for overlap in (True, False):
+                result[f"{name}, overlap {overlap}"] = timed_steps(params, overlap, **sizes)
+                save()
+        return
     start = time.perf_counter()
     params = deepinfer_jax.load_params("demo", unpack=False)
     with Engine(params, RuntimeConfig(**SIZES)) as engine:
@@ -182,8 +250,8 @@ def main() -> None:
             save()
     if arguments.only == "steps":
         return
-    for found in same_bits(params, arguments.schedules, arguments.seconds):
-        result["bits"] = found
+    for found in same_bits(params, arguments.first, arguments.schedules, arguments.seconds):
+        result["bits"] = found | {"first": arguments.first}
         if found["schedules"] % 25 == 0 or found["schedules"] == arguments.schedules:
             save()
     save()

@@ -106,6 +106,11 @@ class Kernels:
         most = min(self.row_block or tile, rows)
         return next((size for size in range(most, tile, -tile) if rows % size == 0), tile)
 
+    def one_block(self, rows: int) -> bool:
+        """Whether GPU kernels take all `rows` as one block, which is then computed without a loop: the host waits for
+        the device in every turn of a loop whose length is data."""
+        return self.row_block is not None and self.block_of(rows) == rows
+
     def most_rows(self, without_tiles: int) -> int:
         """Most rows of one block at any row count; `without_tiles` where there is no tile to go by."""
         return self.row_block or self.row_tile or without_tiles

@@ -109,7 +109,7 @@ def _over_blocks(
 ) -> Flow:
     """Run `body` on each block of rows in order; blocks without a valid row at the end are skipped."""
     block = setting.kernels.block_of(rows.sequence.shape[0])
-    if block is None:
+    if block is None or setting.kernels.one_block(rows.sequence.shape[0]):
         return body(rows, flow, hashes)
     used = jnp.max(jnp.where(rows.valid, jnp.arange(rows.sequence.shape[0]) + 1, 0))
 
@@ -330,7 +330,7 @@ def _head(setting: Setting, params: Params, logit_rows: jax.Array, flow: Flow) -
     streams, pre = flow.streams[safe], flow.pre[safe]
     count = logit_rows.shape[0]
     block = setting.kernels.block_of(count)
-    if block is None:
+    if block is None or setting.kernels.one_block(count):
         return project_logits(setting, params, params.norm, streams, pre)[1]
     used = jnp.max(jnp.where(logit_rows >= 0, jnp.arange(count) + 1, 0))
 

@@ -185,17 +185,18 @@ def _whole_numbers() -> dict[str, Any]:
     rows = 130
     streams = np.zeros((rows, COUNT, SIZE), np.float32)
     shape = projection().shape_of(streams)
-    for piece in range(shape.pieces):
+    owner = shape.pieces_of_columns
+    own = [np.flatnonzero(owner == piece) for piece in range(shape.pieces)]
+    for columns in own:
         for row in range(rows):
-            columns = piece * shape.piece + rng.integers(0, shape.piece, size=4)
-            streams[row, rng.integers(0, COUNT, size=4), columns] = rng.choice([-1.0, 1.0, 2.0], size=4)
+            streams[row, rng.integers(0, COUNT, size=4), rng.choice(columns, size=4)] = rng.choice([-1.0, 1.0, 2.0], 4)
     fn = rng.integers(-(1 << 20), 1 << 20, size=(MIXES, COUNT * SIZE)).astype(np.float32)
     partial = jax.jit(projection().project)(jnp.asarray(streams, jnp.bfloat16), jnp.asarray(fn))
     partial = np.asarray(partial).reshape(rows, shape.pieces, PARTIAL)
-    parts = streams.reshape(rows, COUNT, shape.pieces, shape.piece)
-    weights = fn.reshape(MIXES, COUNT, shape.pieces, shape.piece)
-    expected = np.einsum("tcpk,ncpk->tpn", parts.astype(np.float64), weights.astype(np.float64))
-    squares = np.einsum("tcpk,tcpk->tp", parts.astype(np.float64), parts.astype(np.float64))
+    parts = np.stack([streams[..., columns] for columns in own]).astype(np.float64)
+    weights = np.stack([fn.reshape(MIXES, COUNT, SIZE)[..., columns] for columns in own]).astype(np.float64)
+    expected = np.einsum("ptck,pnck->tpn", parts, weights)
+    squares = np.einsum("ptck,ptck->tp", parts, parts)
     wrong = int((partial[..., :MIXES] != expected).sum())
     wrong_squares = int((partial[..., MIXES] != squares).sum())
     return {"passed": wrong + wrong_squares == 0, "wrong_sums": wrong, "wrong_squares": wrong_squares}

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from deepinfer_jax.engine.controls import ControlArrays
@@ -143,7 +144,7 @@ class Engine:
             logit_rows=self.sizes.logit_rows,
             chunk=self.runtime.prefill_chunk,
         )
-        self._controls = ControlArrays(self.config.vocab_size, self._runner.sample_rows)
+        self._controls = ControlArrays(self.config.vocab_size)
         self.stats = EngineStats()
         self._works: dict[ScheduledSequence, _Work] = {}
         self._arrivals = itertools.count()
@@ -282,7 +283,7 @@ class Engine:
         draws = [self._works[sequence] for sequence, _ in places]
         drawn = scores = None
         if draws:
-            controls = self._controls.make([work.sample for work in draws])
+            controls = self._controls.make([work.sample for work in draws], self._runner.sample_rows(launched))
             top = max(w.sample.request.sampling.logprobs or 0 for w in draws)
             drawn = self._runner.sample(launched, places, controls, top)
         scored = [(self._works[s], *rest) for s, *rest in launched.scored if s in self._works]
@@ -304,8 +305,8 @@ class Engine:
         if step.drawn is None:
             return
         self.stats.generated_tokens += len(step.draws)
-        tokens, valid = np.asarray(step.drawn.token_ids).tolist(), np.asarray(step.drawn.valid).tolist()
-        logs: tuple[np.ndarray, ...] | None = None
+        tokens, valid = (x.tolist() for x in jax.device_get((step.drawn.token_ids, step.drawn.valid)))
+        logs: Any = None
         for i, work in enumerate(step.draws):
             sample = work.sample
             self.scheduler.commit(work.sequence)
@@ -321,9 +322,7 @@ class Engine:
             logprob = None
             if sample.request.sampling.logprobs is not None:
                 if logs is None:
-                    logs = tuple(
-                        np.asarray(x) for x in (step.drawn.logprobs, step.drawn.top_ids, step.drawn.top_logprobs)
-                    )
+                    logs = jax.device_get((step.drawn.logprobs, step.drawn.top_ids, step.drawn.top_logprobs))
                 sample.logs.add(logs[0][i], logs[1][i], logs[2][i], sample.request.sampling.logprobs)
                 logprob = float(logs[0][i])
             text = sample.accept(token)
@@ -336,9 +335,9 @@ class Engine:
 
     def _read_scores(self, step: _Step) -> None:
         assert step.scores is not None
-        logprobs, ids, values, valid = (
-            np.asarray(x)
-            for x in (step.scores.logprobs, step.scores.top_ids, step.scores.top_logprobs, step.scores.valid)
+        scores = step.scores
+        logprobs, ids, values, valid = jax.device_get(
+            (scores.logprobs, scores.top_ids, scores.top_logprobs, scores.valid)
         )
         for work, first, place, count in step.scored:
             sample = work.sample
@@ -383,9 +382,10 @@ class Engine:
         """
         for size in self.sizes.rows:
             launched = self._runner.forward_empty(size)
+            rows = self._runner.sample_rows(launched)
             for top in TOPS:
                 for shaped in (False, True):
-                    self._runner.sample(launched, [], self._controls.neutral(shaped), top)
+                    self._runner.sample(launched, [], self._controls.neutral(shaped, rows), top)
                 self._runner.score(launched, np.zeros(launched.logits.shape[0], np.int32), 0, top)
         self._runner.copy_nothing()
 

@@ -42,8 +42,11 @@ def forward_program(config: ModelConfig, profile: NumericsProfile, kernels: Kern
     return jit(step, donate_argnums=1)
 
 
-def _by_tiles(body: Callable[..., Sampled], rows: int, used: jax.Array, *arrays: Any) -> Sampled:
-    """`body` on tiles of ROW_TILE rows, as many as are used; rows beyond hold zeros."""
+def _by_tiles(kernels: Kernels, body: Callable[..., Sampled], rows: int, used: jax.Array, *arrays: Any) -> Sampled:
+    """`body` on tiles of ROW_TILE rows, as many as are used; rows beyond hold zeros.
+
+    On a GPU all tiles: a loop whose length is data makes the host wait there, so the caller keeps `rows` small.
+    """
 
     def piece(start: jax.Array) -> Sampled:
         parts = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, ROW_TILE), arrays)
@@ -58,7 +61,8 @@ def _by_tiles(body: Callable[..., Sampled], rows: int, used: jax.Array, *arrays:
             lambda target, value: lax.dynamic_update_slice_in_dim(target, value, start, 0), whole, piece(start)
         )
 
-    return lax.fori_loop(0, (used + ROW_TILE - 1) // ROW_TILE, step, empty)
+    tiles = rows // ROW_TILE if kernels.row_block else (used + ROW_TILE - 1) // ROW_TILE
+    return lax.fori_loop(0, tiles, step, empty)
 
 
 @functools.lru_cache(maxsize=16)
@@ -75,7 +79,7 @@ def sample_program(kernels: Kernels, top: int) -> Callable[..., tuple[Sampled, j
         def tile(places: jax.Array, some: Controls) -> Sampled:
             return kernels(sample_tokens, logits[places], some, top=top)
 
-        drawn = _by_tiles(tile, rows.shape[0], used, rows, controls)
+        drawn = _by_tiles(kernels, tile, rows.shape[0], used, rows, controls)
         return drawn, newest.at[slots].set(drawn.token_ids, mode="drop")
 
     return jit(sample)
@@ -86,9 +90,10 @@ def score_program(kernels: Kernels, top: int) -> Callable[..., Sampled]:
     """(logits [L, V], token ids int32 [L], used) -> raw log-probabilities of the tokens."""
 
     def score(logits: jax.Array, token_ids: jax.Array, used: jax.Array) -> Sampled:
-        return _by_tiles(
-            lambda rows, ids: kernels(token_logprobs, rows, ids, top=top), token_ids.shape[0], used, logits, token_ids
-        )
+        def tile(rows: jax.Array, ids: jax.Array) -> Sampled:
+            return kernels(token_logprobs, rows, ids, top=top)
+
+        return _by_tiles(kernels, tile, token_ids.shape[0], used, logits, token_ids)
 
     return jit(score)
 

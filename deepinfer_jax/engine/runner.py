@@ -60,7 +60,10 @@ class Runner:
         self._newest = jnp.zeros(sizes.slots, jnp.int32)
         self._page_table = np.full((sizes.slots, sizes.table_pages), -1, np.int32)
         self._starts = np.zeros((3, sizes.slots), np.int32)  # window_start, encoder_start, page_start
-        self._tables: list[Any] | None = None  # what the last step was given, while it still holds
+        # What the last steps were given, on the device, while it still holds: handing over an array costs the host
+        # more than a kernel.
+        self._tables: list[jax.Array] | None = None
+        self._places: tuple[Any, tuple[jax.Array, ...]] = (None, ())  # of the rows that drew: what, and its arrays
         self._repeated: list[ScheduledSequence] = []  # the last step's sequences, if each ran a token from the device
         self._repeated_batch: Batch | None = None
         self._row_is_used = np.zeros(0, np.int32)
@@ -103,23 +106,32 @@ class Runner:
     def sample(
         self, launched: Launched, draws: Sequence[tuple[ScheduledSequence, int]], controls: Controls, top: int
     ) -> Sampled:
-        """Draw the tokens of some of a step's rows; they become the newest ones of their slots."""
-        count = len(draws)
-        rows = np.zeros(self._sample_rows, np.int32)
-        slots = np.full(self._sample_rows, self.sizes.slots, np.int32)
-        rows[:count] = [place for _, place in draws]
-        slots[:count] = [sequence.slot if sequence.slot >= 0 else self.sizes.slots for sequence, _ in draws]
+        """Draw the tokens of some of a step's rows; they become the newest ones of their slots.
+
+        controls: of `sample_rows(launched)` rows.
+        """
+        count, size = len(draws), self.sample_rows(launched)
+        key = size, [(place, sequence.slot) for sequence, place in draws]
+        if self._places[0] != key:
+            rows = np.zeros(size, np.int32)
+            slots = np.full(size, self.sizes.slots, np.int32)
+            rows[:count] = [place for place, _ in key[1]]
+            slots[:count] = [slot if slot >= 0 else self.sizes.slots for _, slot in key[1]]
+            self._places = key, jax.device_put((rows, slots, np.int32(count)))
+        rows, slots, used = self._places[1]
         program = sample_program(self.kernels, self._top(top))
-        drawn, self._newest = program(launched.logits, self._newest, rows, slots, controls, np.int32(count))
+        drawn, self._newest = program(launched.logits, self._newest, rows, slots, controls, used)
+        for result in (drawn.token_ids, drawn.valid):
+            result.copy_to_host_async()  # on its way while the next step is launched
         return drawn
 
     def score(self, launched: Launched, targets: np.ndarray, used: int, top: int) -> Sampled:
         """Log-probabilities of given tokens at the first `used` rows of a step's logits."""
         return score_program(self.kernels, self._top(top))(launched.logits, targets, np.int32(used))
 
-    @property
-    def sample_rows(self) -> int:
-        return self._sample_rows
+    def sample_rows(self, launched: Launched) -> int:
+        """Rows of the arrays of `sample`: no more can draw than there are slots, or logits."""
+        return min(self._sample_rows, launched.logits.shape[0])
 
     def _top(self, wanted: int) -> int:
         enough = next((top for top in TOPS if top >= wanted), wanted)
@@ -139,14 +151,14 @@ class Runner:
                 self._page_table[sequence.slot, len(pages) :] = -1
         if self._tables is None:
             # Copies: a step under way must not see the next one's changes.
-            self._tables = [self._page_table.copy(), *(row.copy() for row in self._starts)]
+            self._tables = jax.device_put([self._page_table.copy(), *(row.copy() for row in self._starts)])
 
     def _batch(
         self, plan: Plan, rows: int = 0
     ) -> tuple[Batch, list[tuple[ScheduledSequence, int]], list[tuple[ScheduledSequence, int, int, int]]]:
         decode = plan.decode
         if not plan.prompt_rows and decode and decode == self._repeated and decode[0].computed > len(decode[0].tokens):
-            # The sequences of the step before once more, each with the token that step draws.
+            # The sequences of the step before once more, each with the token that step draws: only positions move.
             assert self._repeated_batch is not None
             self._repeated_batch = dataclasses.replace(
                 self._repeated_batch, positions=self._repeated_batch.positions + self._row_is_used
@@ -186,9 +198,12 @@ class Runner:
             image_mask=np.zeros(size, bool),  # type: ignore[arg-type]
         )
         repeats = bool(decode) and not plan.prompt_rows and all(token == FROM_DEVICE for token in ids)
-        self._repeated, self._repeated_batch = (list(decode), batch) if repeats else ([], None)
         if repeats:
             self._row_is_used = (batch.sequence >= 0).astype(np.int32)  # type: ignore[union-attr]
+            same = ("token_ids", "sequence", "decoder_rows", "logit_rows", "image_mask")
+            kept_arrays = jax.device_put({name: getattr(batch, name) for name in same})
+            batch = dataclasses.replace(batch, **kept_arrays)
+        self._repeated, self._repeated_batch = (list(decode), batch) if repeats else ([], None)
         return self._with_tables(batch), draws, scored
 
     def _with_tables(self, batch: Batch) -> Batch:

@@ -54,12 +54,16 @@ _HIGH = np.uint32(0xFFFF0000)
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Static sizes: rows, streams, columns of a stream; columns of a piece, at most and as it is; number of pieces."""
+    """Static sizes: rows, streams, columns of a stream; columns of a piece, at most and as it is; number of pieces.
+
+    in_turns: 32 columns of every piece come after another, not all columns of a piece.
+    """
 
     rows: int
     count: int
     size: int
     most: int = PIECE
+    in_turns: bool = False
 
     @property
     def mixes(self) -> int:
@@ -73,6 +77,12 @@ class Shape:
     @property
     def pieces(self) -> int:
         return self.size // self.piece
+
+    @property
+    def pieces_of_columns(self) -> np.ndarray:
+        """The piece of each column of a stream, int [D]."""
+        columns = np.arange(self.size)
+        return columns // STEP % self.pieces if self.in_turns else columns // self.piece
 
 
 Parts = tuple[Array, Array, Array]
@@ -206,7 +216,8 @@ def store_sums(block: Block, partial_ref: Any, sums: Sums, piece: Array, shape: 
 
 def shape_of(streams: Array) -> Shape:
     """Sizes and pieces of streams [T, C, D]."""
-    return Shape(*streams.shape)
+    rows, count, size = streams.shape
+    return Shape(rows, count, size)
 
 
 def _grid(shape: Shape) -> dict[str, Any]:

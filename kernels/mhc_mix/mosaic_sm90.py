@@ -71,7 +71,8 @@ PROJECT, BOUNDARY = Depth(4, 4, 1), Depth(2, 2, 2)
 
 def shape_of(streams: Array) -> Shape:
     """Sizes and pieces of streams [T, C, D]."""
-    return Shape(*streams.shape, most=PIECE)
+    rows, count, size = streams.shape
+    return Shape(rows, count, size, most=PIECE, in_turns=True)
 
 
 # ---- the walk over tiles ---------------------------------------------------------------------------
