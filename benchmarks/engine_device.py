@@ -8,7 +8,7 @@ has nothing to do between programs: decode steps of a few rows, whose launches t
 of long prompts. Then requests of the demo model are run one by one without overlap and shared prefixes, and in random
 arrangements; every result must have the same bits. (Several processes are no faster together than one.)
 
-With `released` the steps are those of a model of released sizes with fewer experts and smaller Engram tables, 42 GB of
+With `released` the steps are those of a model of released sizes with fewer experts and smaller Engram tables, 39 GB of
 random weights: its kernels take longer than their launches, as those of the demo model do not.
 """
 
