@@ -7,10 +7,12 @@ from collections.abc import Callable
 
 import jax
 
-ExpertRows = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+from deepinfer_jax.kernels.expert_mlp import ExpertRows
+
+Compute = Callable[[jax.Array, jax.Array, jax.Array], ExpertRows]
 
 
-def _local_experts(compute: ExpertRows, x: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> jax.Array:
+def _local_experts(compute: Compute, x: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> ExpertRows:
     return compute(x, expert_ids, weights)
 
 
@@ -22,13 +24,13 @@ def _local_rows(compute: Callable[[jax.Array], jax.Array], rows: jax.Array) -> j
 class Exchange:
     """Pure functions around the sharded parts of the model. `LOCAL_EXCHANGE` is the identity.
 
-    experts(compute, x [T, D], expert_ids [T, k], weights [T, k]) -> [T, k, D]: send rows to the
+    experts(compute, x [T, D], expert_ids [T, k], weights [T, k]) -> rows of [T, k, D]: send rows to the
         devices that hold their experts, compute there, bring each output row home. Sums stay at home.
     engram_rows(gather, row_ids [T, columns]) -> [T, columns * width].
     logits(project, rows [T, D]) -> float32 [T, V]: whole rows, gathered at home.
     """
 
-    experts: Callable[[ExpertRows, jax.Array, jax.Array, jax.Array], jax.Array] = _local_experts
+    experts: Callable[[Compute, jax.Array, jax.Array, jax.Array], ExpertRows] = _local_experts
     engram_rows: Callable[[Callable[[jax.Array], jax.Array], jax.Array], jax.Array] = _local_rows
     logits: Callable[[Callable[[jax.Array], jax.Array], jax.Array], jax.Array] = _local_rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from deepinfer_jax.kernels.expert_mlp import combine_experts, expert_mlp, route, shared_mlp
+from deepinfer_jax.kernels.expert_mlp import ExpertRows, combine_experts, expert_mlp, route, shared_mlp
 from deepinfer_jax.kernels.row_dot import row_dot
 from deepinfer_jax.model.flow import Setting
 from deepinfer_jax.model.params import LayerParams
@@ -34,7 +34,7 @@ def mixture_of_experts(
         temperature=config.gate_temp,
     )
 
-    def compute(rows: jax.Array, expert_ids: jax.Array, factors: jax.Array) -> jax.Array:
+    def compute(rows: jax.Array, expert_ids: jax.Array, factors: jax.Array) -> ExpertRows:
         w1, w3, w2 = (p[f"ffn.experts.{{}}.{name}"] for name in ("w1", "w3", "w2"))
         return run(expert_mlp, rows, expert_ids, factors, w1, w3, w2, limit=limit, quantize_input=quantize)
 

@@ -14,7 +14,15 @@ from jax import lax
 
 from benchmarks.kernel_cases import Case, Check, CompileCase
 from deepinfer_jax.kernels import fp4_fragments
-from deepinfer_jax.kernels.expert_mlp import combine_experts, expert_mlp, mosaic_products, route, shapes, shared_mlp
+from deepinfer_jax.kernels.expert_mlp import (
+    ExpertRows,
+    combine_experts,
+    expert_mlp,
+    mosaic_products,
+    route,
+    shapes,
+    shared_mlp,
+)
 from deepinfer_jax.kernels.quantization import GROUP, QuantTensor, dequantize, quantize_dequantize_fp8
 
 OP = "expert_mlp"
@@ -80,9 +88,17 @@ def _experts(experts: int) -> tuple[QuantTensor, QuantTensor, QuantTensor]:
     return (*_gate_up_experts(experts), _down_experts(experts))
 
 
-def _whole(x: Any, ids: Any, weights: Any, w1: Any, w3: Any, w2: Any, implementation: str = "mosaic_gpu") -> Any:
-    chosen: Any = implementation
-    return expert_mlp(x, ids, weights, w1, w3, w2, limit=LIMIT, quantize_input=True, implementation=chosen)
+def _rows(x: Any, ids: Any, weights: Any, w1: Any, w3: Any, w2: Any, implementation: Any = "mosaic_gpu") -> ExpertRows:
+    return expert_mlp(x, ids, weights, w1, w3, w2, limit=LIMIT, quantize_input=True, implementation=implementation)
+
+
+def _rows_in_order(*operands: Any) -> jax.Array:
+    return _rows(*operands).in_order
+
+
+def _whole(x: Any, *operands: Any, implementation: Any = "mosaic_gpu") -> Any:
+    """Experts and the sum of a token's rows; x stands for the shared expert's."""
+    return combine_experts(_rows(x, *operands, implementation), x, implementation=implementation)
 
 
 def _gate_up(x: Any, factors: Any, tiles: Any, count: Any, w1: Any, w3: Any, quantize: bool = True, **more: Any) -> Any:
@@ -131,7 +147,7 @@ def _make_route(tokens: int, implementation: Any) -> tuple[Callable[..., Any], t
 
 def _make_combine(tokens: int, implementation: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     rows = jax.random.normal(jax.random.key(7), (tokens, CHOSEN, HIDDEN), jnp.bfloat16)
-    return functools.partial(combine_experts, implementation=implementation), (rows, rows[:, 0])
+    return functools.partial(combine_experts, implementation=implementation), (ExpertRows(rows), rows[:, 0])
 
 
 def _fp8(rows: int, columns: int, seed: int) -> QuantTensor:
@@ -216,7 +232,7 @@ def _bits(x: Any) -> np.ndarray:
 
 def _rows_bitwise(experts: int) -> dict[str, Any]:
     """A token's rows at every count, at the front and further inside."""
-    function = jax.jit(_whole)
+    function = jax.jit(_rows_in_order)
     (x, ids, factors), weights = Batch(4096, experts).rows(), _experts(experts)
     whole = _bits(function(x, ids, factors, *weights))
     different = {}
@@ -265,7 +281,7 @@ def _errors(tokens: int) -> dict[str, Any]:
     """Sampled tokens against float64 on the host, from the products' exact operands."""
     batch = Batch(tokens, 24)
     (x, ids, factors), weights = batch.rows(), _experts(24)
-    y = np.asarray(jax.jit(_whole)(x, ids, factors, *weights)).astype(np.float64)
+    y = np.asarray(jax.jit(_rows_in_order)(x, ids, factors, *weights)).astype(np.float64)
     decode = jax.jit(lambda w, e: dequantize(w[e]))
     quantize = jax.jit(quantize_dequantize_fp8)
 
@@ -345,9 +361,11 @@ def _sum_equal() -> dict[str, Any]:
     """The sum of a token's rows against the portable one on the CPU, bit for bit."""
     function, arguments = _make_combine(100, "mosaic_gpu")
     got = _bits(jax.jit(function)(*arguments))
-    host = [np.asarray(x) for x in arguments]
+    host = jax.tree.map(np.asarray, arguments)
     with jax.default_device(jax.devices("cpu")[0]):
-        expected = _bits(jax.jit(functools.partial(combine_experts, implementation="xla"))(*map(jnp.asarray, host)))
+        expected = _bits(
+            jax.jit(functools.partial(combine_experts, implementation="xla"))(*jax.tree.map(jnp.asarray, host))
+        )
     wrong = int((got != expected).sum())
     return {"passed": wrong == 0, "wrong": wrong}
 
@@ -406,7 +424,7 @@ def compile_cases() -> list[CompileCase]:
     logits = _shape(tokens, EXPERTS, dtype=jnp.float32)
     function: Callable[..., Any] = functools.partial(route, **settings, **ROUTING)
     found.append(CompileCase("route", OP, function, (logits, logits)))
-    rows = _shape(tokens, CHOSEN, HIDDEN, dtype=jnp.bfloat16), _shape(tokens, HIDDEN, dtype=jnp.bfloat16)
+    rows = ExpertRows(_shape(tokens, CHOSEN, HIDDEN, dtype=jnp.bfloat16)), _shape(tokens, HIDDEN, dtype=jnp.bfloat16)
     found.append(CompileCase("combine", OP, functools.partial(combine_experts, **settings), rows))
     wide, narrow = _fp8_shape(WIDTH, HIDDEN), _fp8_shape(HIDDEN, WIDTH)
     function = functools.partial(shared_mlp, limit=LIMIT, quantize_input=True, **settings)

@@ -6,12 +6,41 @@ ascending expert id; so moving rows between devices cannot change a sum.
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 
 from deepinfer_jax.kernels.dispatch import ROW_TILE, Implementation, contract, implementation_module
 from deepinfer_jax.kernels.quantization import QuantTensor
 
 Weight = jax.Array | QuantTensor
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ExpertRows:
+    """Outputs of experts, one row per (token, choice), where the products left them.
+
+    rows: [T, k, D], or [R, D] with position int32 [T, k]: the row of each pair, -1 = a row of zeros.
+    """
+
+    rows: jax.Array
+    position: jax.Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(T, k, D)."""
+        tokens, choices = (self.rows if self.position is None else self.position).shape[:2]
+        return tokens, choices, self.rows.shape[-1]
+
+    @property
+    def in_order(self) -> jax.Array:
+        """[T, k, D]: integers and copies."""
+        if self.position is None:
+            return self.rows
+        found = self.rows[jnp.maximum(self.position, 0)]
+        return jnp.where((self.position >= 0)[:, :, None], found, jnp.zeros((), found.dtype))
 
 
 @contract("expert_mlp")
@@ -52,7 +81,7 @@ def expert_mlp(
     quantize_input: bool,
     implementation: Implementation | None = None,
     row_tile: int | None = ROW_TILE,
-) -> jax.Array:
+) -> ExpertRows:
     """Outputs of the chosen experts, one row per (token, choice).
 
     silu(min(w1 x, limit)) * clip(w3 x, +-limit) * weight, rounded to x's dtype, then w2; the routing
@@ -62,7 +91,7 @@ def expert_mlp(
         x: [T, D]. expert_ids: int32 [T, k] ascending, ids outside 0..E-1 give a zero row.
         weights: float32 [T, k]. w1, w3: [E, N, D]. w2: [E, D, N]; packed or plain.
         quantize_input: FP8 quantise-dequantise in front of each product.
-    Returns: [T, k, D] in x's dtype.
+    Returns: rows in x's dtype.
     """
     if expert_ids.shape != weights.shape or expert_ids.shape[0] != x.shape[0]:
         raise ValueError(f"expert_mlp: x {x.shape}, ids {expert_ids.shape}, weights {weights.shape} do not fit")
@@ -93,13 +122,13 @@ def shared_mlp(
 
 @contract("expert_mlp")
 def combine_experts(
-    rows: jax.Array,
+    rows: ExpertRows,
     shared: jax.Array,
     *,
     implementation: Implementation | None = None,
     row_tile: int | None = ROW_TILE,
 ) -> jax.Array:
-    """round(((rows[0] + rows[1]) + ...) + shared) in float32; rows [T, k, D] by ascending expert id."""
+    """round(((rows[0] + rows[1]) + ...) + shared) in float32; rows of each token by ascending expert id."""
     if (rows.shape[0], rows.shape[2]) != shared.shape:
         raise ValueError(f"combine_experts: rows {rows.shape} and shared {shared.shape} do not fit")
     return implementation_module("expert_mlp", implementation).combine_experts(rows, shared, row_tile)

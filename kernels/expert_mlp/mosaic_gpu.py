@@ -2,7 +2,8 @@
 
 Experts have to be in the kernels' order (`repack.py`; Hopper's and Blackwell's kernels share it), which the engine
 sees to when it loads weights: repacking inside a program would cost more than the products. Few rows are sorted by
-expert and brought back by kernels (`mosaic_grouping.py`), many by XLA (`shapes.py`): integers and copies.
+expert by a kernel (`mosaic_grouping.py`), many by XLA (`shapes.py`): integers and copies. Their outputs stay where the
+products left them until they are added.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from deepinfer_jax.kernels.expert_mlp import mosaic_grouping, mosaic_products, mosaic_rows
-from deepinfer_jax.kernels.expert_mlp.shapes import group_rows, rows_of_pairs, sort_weights
+from deepinfer_jax.kernels.expert_mlp.api import ExpertRows
+from deepinfer_jax.kernels.expert_mlp.shapes import group_rows, sort_weights
 from deepinfer_jax.kernels.mosaic.quantize import quantize_rows
 from deepinfer_jax.kernels.mosaic.target import Architecture, architecture
 from deepinfer_jax.kernels.quantization import GROUP, QuantTensor
@@ -87,7 +89,7 @@ def expert_mlp(
     limit: float,
     quantize_input: bool,
     row_tile: int | None,
-) -> jax.Array:
+) -> ExpertRows:
     """See the contract in `api.py`. row_tile is not used.
 
     Weights: QuantTensor "fp4_sm90" (`repack.py`).
@@ -104,13 +106,13 @@ def expert_mlp(
     if expert_ids.size <= mosaic_grouping.MOST_PAIRS:
         few = mosaic_grouping.sort_rows(x, expert_ids, weights, experts, quantize=quantize_input)
         y = products(few.rows, few.factors, few.tiles, few.count)
-        return mosaic_grouping.rows_of_pairs(y, few.position, expert_ids, experts)
+        return ExpertRows(y, few.position)
     grouped = group_rows(expert_ids, experts)
     operand = quantize_rows(x) if quantize_input else x
     # Padding rows copy token 0: what they compute is not read.
     rows = operand[jnp.maximum(grouped.source, 0)]
     y = products(rows, sort_weights(weights, grouped), grouped.tiles, grouped.count)
-    return rows_of_pairs(y, grouped)
+    return ExpertRows(y, grouped.position)
 
 
 def shared_mlp(
@@ -129,11 +131,15 @@ def shared_mlp(
     return row_dot.row_dot(hidden, w2, False, x.dtype, None, row_tile)
 
 
-def combine_experts(rows: jax.Array, shared: jax.Array, row_tile: int | None) -> jax.Array:
+def combine_experts(rows: ExpertRows, shared: jax.Array, row_tile: int | None) -> jax.Array:
     """See the contract in `api.py`. row_tile is not used."""
     _target("expert_mlp.combine_experts")
     if shared.shape[1] % GROUP:
         raise NotImplementedError(
             f"expert_mlp.combine_experts: mosaic_gpu adds rows of whole {GROUP} columns, {shared.shape}"
         )
-    return mosaic_rows.combine(rows, shared)
+    tokens, choices, size = rows.shape
+    position = rows.position
+    if position is None:
+        position = jnp.arange(tokens * choices, dtype=jnp.int32).reshape(tokens, choices)
+    return mosaic_rows.combine(rows.rows.reshape(-1, size), position, shared)

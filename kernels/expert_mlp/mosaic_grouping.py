@@ -1,4 +1,4 @@
-"""Grouping of few (token, choice) pairs by expert in one kernel, and the way back in another.
+"""Grouping of few (token, choice) pairs by expert in one kernel.
 
 With the rows of a decode step, the integer work of `shapes.group_rows` costs XLA many launches of almost nothing. Here
 every pair has a block, which works out alone where its row belongs: each of its threads looks at one pair.
@@ -130,7 +130,7 @@ def _sort_kernel(
     total = jnp.sum(functools.reduce(lambda a, b: a + b, numbers))
     rank, size, steps, tile = ((total >> (8 * byte)) & 0xFF for byte in range(4))
     first = steps * ROW_STEP
-    position_g[pair] = jnp.where(valid, first + rank, 0)
+    position_g[pair] = jnp.where(valid, first + rank, -1)
 
     @pl.when(pair == 0)
     def _() -> None:
@@ -181,33 +181,3 @@ def sort_rows(x: jax.Array, expert_ids: jax.Array, weights: jax.Array, experts: 
         grid_names=("pair",),
     )(x, expert_ids.reshape(-1), weights.reshape(-1))
     return SortedRows(rows, factors, tiles, count, position.reshape(expert_ids.shape))
-
-
-def _return_kernel(rows_g: Any, position_g: Any, ids_g: Any, out_g: Any, *, layout: RowLayout, experts: int) -> None:
-    pair = lax.axis_index("pair")
-    key, position = ids_g[pair], position_g[pair]
-    valid = (key >= 0) & (key < experts)
-    store = functools.partial(_only_row().store, out_g.at[pl.ds(pair, 1)], layout=layout.matrix)
-
-    @pl.when(valid)
-    def _() -> None:
-        store(_only_row().load(rows_g.at[pl.ds(position, 1)], layout.matrix, layout.shape))
-
-    @pl.when(jnp.logical_not(valid))
-    def _() -> None:
-        store(plgpu.layout_cast(jnp.zeros(layout.shape, out_g.dtype), layout.matrix))
-
-
-def rows_of_pairs(sorted_rows: jax.Array, position: jax.Array, expert_ids: jax.Array, experts: int) -> jax.Array:
-    """`shapes.rows_of_pairs` for few pairs: sorted rows [R, D] in the order of the pairs [T, k, D], or zeros.
-
-    position: of `sort_rows`. expert_ids: what it was given.
-    """
-    pairs, size = expert_ids.size, sorted_rows.shape[1]
-    rows = plgpu.kernel(
-        functools.partial(_return_kernel, layout=mosaic_rows.row_layout(size), experts=experts),
-        out_type=jax.ShapeDtypeStruct((pairs, size), sorted_rows.dtype),
-        grid=(pairs,),
-        grid_names=("pair",),
-    )(sorted_rows, position.reshape(-1), expert_ids.reshape(-1))
-    return rows.reshape(*expert_ids.shape, size)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deepinfer_jax.kernels.expert_mlp.mosaic_middle import silu
@@ -22,24 +23,33 @@ LANES = 128
 """Threads of a block; a row of logits is padded to a multiple, and a token has at most so many experts."""
 
 
-def combine(rows: jax.Array, shared: jax.Array) -> jax.Array:
-    """round(((rows[0] + rows[1]) + ...) + shared) of rows [T, k, D] and shared [T, D]."""
-    count, choices, size = rows.shape
-    layout = mosaic_rows.row_layout(size)
+def combine(rows: jax.Array, position: jax.Array, shared: jax.Array) -> jax.Array:
+    """round(((row[0] + row[1]) + ...) + shared) for every token.
 
-    def kernel(rows_g: Any, shared_g: Any, out_g: Any) -> None:
-        block = Block(lax.axis_index("block") * layout.rows, count - 1)
+    rows: [R, D]. position: int32 [T, k], the rows of a token, -1 = zeros. shared: [T, D].
+    """
+    count, choices = position.shape
+    layout = mosaic_rows.row_layout(shared.shape[1])
 
-        def part(ref: Any, column: int) -> jax.Array:
-            return block.load(ref, layout.matrix, layout.shape, column).astype(jnp.float32)
+    def kernel(rows_g: Any, position_g: Any, shared_g: Any, out_g: Any) -> None:
+        token = lax.axis_index("token")
+        only = Block(jnp.int32(0))  # a block of threads has one token; threads without a part of it repeat another's
 
-        total = part(rows_g, 0)
-        for choice in range(1, choices):
-            total = total + part(rows_g, choice * size)
-        block.store(out_g, (total + part(shared_g, 0)).astype(shared.dtype), layout.matrix)
+        def part(ref: Any, row: jax.Array) -> jax.Array:
+            return only.load(ref.at[pl.ds(row, 1)], layout.matrix, layout.shape).astype(jnp.float32)
 
-    out_type = jax.ShapeDtypeStruct(shared.shape, shared.dtype)
-    return mosaic_rows.row_kernel(kernel, out_type, count, layout)(rows.reshape(count, choices * size), shared)
+        places = [position_g[token * choices + choice] for choice in range(choices)]
+
+        def chosen(place: jax.Array) -> jax.Array:
+            there = plgpu.layout_cast(jnp.full(layout.shape, place), layout.matrix) >= 0
+            return jnp.where(there, part(rows_g, jnp.maximum(place, 0)), np.float32(0))
+
+        total = functools.reduce(lambda a, b: a + b, map(chosen, places)) + part(shared_g, token)
+        only.store(out_g.at[pl.ds(token, 1)], total.astype(shared.dtype), layout.matrix)
+
+    return plgpu.kernel(
+        kernel, out_type=jax.ShapeDtypeStruct(shared.shape, shared.dtype), grid=(count,), grid_names=("token",)
+    )(rows, position.reshape(-1), shared)
 
 
 def gated_rows(gate: jax.Array, up: jax.Array, limit: float, quantize: bool) -> jax.Array:

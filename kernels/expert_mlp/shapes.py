@@ -28,14 +28,13 @@ _RANK_BLOCK = 512
 class GroupedRows:
     """(token, choice) pairs sorted by expert, each expert's rows padded to a multiple of ROW_STEP.
 
-    source: int32 [R], token of a row, -1 for padding. position: int32 [T, k], row of a pair (0 if it has none).
-    valid: bool [T, k], whether the id is an expert's. tiles: int32 [tiles, 3]: expert, first row, rows.
+    source: int32 [R], token of a row, -1 for padding. position: int32 [T, k], row of a pair, -1 if its id is no
+    expert's. tiles: int32 [tiles, 3]: expert, first row, rows.
     count: int32 [1], tiles in use. R is fixed by the shapes and leaves LARGEST_ROWS rows behind the last in use.
     """
 
     source: jax.Array
     position: jax.Array
-    valid: jax.Array
     tiles: jax.Array
     count: jax.Array
 
@@ -74,7 +73,7 @@ def group_rows(expert_ids: jax.Array, experts: int) -> GroupedRows:
     ranks, counts = _ranks(keys, experts)
     padded = -(-counts // ROW_STEP) * ROW_STEP
     starts = jnp.cumsum(padded) - padded
-    position = jnp.where(valid, starts[jnp.minimum(keys, experts - 1)] + ranks, 0)
+    position = jnp.where(valid, starts[jnp.minimum(keys, experts - 1)] + ranks, -1)
     rows = row_capacity(pairs, experts)
     token = jnp.arange(pairs, dtype=jnp.int32) // per_token
     source = jnp.full(rows, -1, jnp.int32).at[jnp.where(valid, position, rows)].set(token, mode="drop")
@@ -85,17 +84,11 @@ def group_rows(expert_ids: jax.Array, experts: int) -> GroupedRows:
     expert = jnp.minimum(jnp.sum(ends[None, :] <= number[:, None], axis=1, dtype=jnp.int32), experts - 1)
     inside = LARGEST_ROWS * (number - (ends - tiles_of)[expert])
     tiles = jnp.stack([expert, starts[expert] + inside, jnp.minimum(padded[expert] - inside, LARGEST_ROWS)], axis=1)
-    shape = expert_ids.shape
-    return GroupedRows(source, position.reshape(shape), valid.reshape(shape), tiles.astype(jnp.int32), ends[-1:])
+    return GroupedRows(source, position.reshape(expert_ids.shape), tiles.astype(jnp.int32), ends[-1:])
 
 
 def sort_weights(weights: jax.Array, grouped: GroupedRows) -> jax.Array:
     """weights [T, k] by sorted row [R], 0 for padding."""
     rows = grouped.source.shape[0]
-    place = jnp.where(grouped.valid, grouped.position, rows).reshape(-1)
+    place = jnp.where(grouped.position >= 0, grouped.position, rows).reshape(-1)
     return jnp.zeros(rows, weights.dtype).at[place].set(weights.reshape(-1), mode="drop")
-
-
-def rows_of_pairs(sorted_rows: jax.Array, grouped: GroupedRows) -> jax.Array:
-    """sorted rows [R, D] back in the order of the pairs [T, k, D]; zero where there is no expert."""
-    return jnp.where(grouped.valid[:, :, None], sorted_rows[grouped.position], jnp.zeros((), sorted_rows.dtype))

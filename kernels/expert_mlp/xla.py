@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from deepinfer_jax.kernels.expert_mlp.api import ExpertRows
 from deepinfer_jax.kernels.quantization import QuantTensor, quantize_dequantize_fp8
 from deepinfer_jax.kernels.row_dot.xla import dot, weight_values
 from deepinfer_jax.kernels.tiling import tile_rows
@@ -79,7 +80,7 @@ def expert_mlp(
     limit: float,
     quantize_input: bool,
     row_tile: int | None,
-) -> jax.Array:
+) -> ExpertRows:
     """See the contract in `api.py`.
 
     Walks over all experts; an expert that no row of the tile chose is skipped. Rows that did not
@@ -101,7 +102,7 @@ def expert_mlp(
         empty = jnp.zeros((*ids.shape, rows.shape[1]), rows.dtype)
         return lax.scan(step, empty, jnp.arange(w1.shape[0], dtype=jnp.int32))[0]
 
-    return tile_rows(tile, row_tile, x, expert_ids, weights)
+    return ExpertRows(tile_rows(tile, row_tile, x, expert_ids, weights))
 
 
 def shared_mlp(
@@ -115,7 +116,7 @@ def shared_mlp(
     return tile_rows(tile, row_tile, x)
 
 
-def combine_experts(rows: jax.Array, shared: jax.Array, row_tile: int | None) -> jax.Array:
+def combine_experts(rows: ExpertRows, shared: jax.Array, row_tile: int | None) -> jax.Array:
     """See the contract in `api.py`."""
 
     def tile(outputs: jax.Array, other: jax.Array) -> jax.Array:
@@ -124,4 +125,4 @@ def combine_experts(rows: jax.Array, shared: jax.Array, row_tile: int | None) ->
             total = total + outputs[:, i].astype(jnp.float32)
         return (total + other.astype(jnp.float32)).astype(other.dtype)
 
-    return tile_rows(tile, row_tile, rows, shared)
+    return tile_rows(tile, row_tile, rows.in_order, shared)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deepinfer_jax.kernels.expert_mlp import combine_experts, expert_mlp, route, shared_mlp
+from deepinfer_jax.kernels.expert_mlp import ExpertRows, combine_experts, expert_mlp, route, shared_mlp
 
 from . import reference
 from .base import Example, OpTests
@@ -68,6 +69,11 @@ def plain_experts(rng: np.random.Generator, size: Size, experts: int, dtype: Any
     return tuple(plain_weight(rng, *shape).astype(dtype) for shape in (wide, wide, narrow))  # type: ignore[return-value]
 
 
+def rows_of(rows: np.ndarray) -> ExpertRows:
+    """Rows [T, k, D] as experts give them."""
+    return ExpertRows(jnp.asarray(rows))
+
+
 CASES = (
     RowCase(
         "routing",
@@ -80,21 +86,21 @@ CASES = (
         "demo experts, FP4, quantised",
         lambda rng, t: (bf16_normal(rng, t, 256), choices(rng, t, DEMO), routing_weights(rng, t, DEMO)),
         lambda rng: fp4_experts(rng, DEMO, DEMO.experts),
-        lambda k, r, c: k(expert_mlp, *r, *c, limit=2.5, quantize_input=True),
+        lambda k, r, c: k(expert_mlp, *r, *c, limit=2.5, quantize_input=True).in_order,
         bad_rows(0),
     ),
     RowCase(
         "micro experts, float32",
         lambda rng, t: (normal(rng, t, 64), choices(rng, t, MICRO), routing_weights(rng, t, MICRO)),
         lambda rng: plain_experts(rng, MICRO, MICRO.experts, np.float32),
-        lambda k, r, c: k(expert_mlp, *r, *c, limit=10.0, quantize_input=False),
+        lambda k, r, c: k(expert_mlp, *r, *c, limit=10.0, quantize_input=False).in_order,
         bad_rows(0),
     ),
     RowCase(
         "shared expert and sum, float32",
         lambda rng, t: (normal(rng, t, 64), normal(rng, t, 3, 64)),
         lambda rng: tuple(w[0] for w in plain_experts(rng, MICRO, 1, np.float32)),
-        lambda k, r, c: k(combine_experts, r[1], k(shared_mlp, r[0], *c, limit=10.0, quantize_input=False)),
+        lambda k, r, c: k(combine_experts, ExpertRows(r[1]), k(shared_mlp, r[0], *c, limit=10.0, quantize_input=False)),
         bad_rows(0, 1),
     ),
 )
@@ -116,7 +122,7 @@ class ExpertMlpTests(OpTests):
             (route, (normal(rng, 5, 16), normal(rng, 5, 16)), ROUTING),
             (expert_mlp, (x, ids, weights, *experts), settings),
             (shared_mlp, (x, *shared), settings),
-            (combine_experts, (bf16_normal(rng, 5, 2, 64), x), {}),
+            (combine_experts, (rows_of(bf16_normal(rng, 5, 2, 64)), x), {}),
         ]
 
     # ---- routing ---------------------------------------------------------------------------------
@@ -205,7 +211,7 @@ class ExpertMlpTests(OpTests):
         few = dataclasses.replace(size, experts=experts, experts_per_token=min(experts, size.experts_per_token))
         experts_of = fp4_experts(rng, size, experts)
         x, ids, weights = bf16_normal(rng, rows, size.hidden), choices(rng, rows, few), routing_weights(rng, rows, few)
-        y = values(self.run(expert_mlp, x, ids, weights, *experts_of, limit=limit, quantize_input=True))
+        y = values(self.run(expert_mlp, x, ids, weights, *experts_of, limit=limit, quantize_input=True).in_order)
         w1, w3, w2 = (weight_values(part) for part in experts_of)
         expected = reference.expert_mlp(values(x), ids, weights, w1, w3, w2, limit, bf16, True)
         error = np.abs(y - expected)
@@ -218,7 +224,7 @@ class ExpertMlpTests(OpTests):
         rng = generator("expert float32")
         experts = plain_experts(rng, DEMO, DEMO.experts, np.float32)
         x, ids, weights = normal(rng, 18, 256), choices(rng, 18, DEMO), routing_weights(rng, 18, DEMO)
-        y = self.run(expert_mlp, x, ids, weights, *experts, limit=1.0, quantize_input=False)
+        y = self.run(expert_mlp, x, ids, weights, *experts, limit=1.0, quantize_input=False).in_order
         w1, w3, w2 = experts
         expected = reference.expert_mlp(x, ids, weights, w1, w3, w2, 1.0)
         assert_within(y, expected, 2e-6 * np.abs(expected).max(axis=2, keepdims=True))
@@ -233,10 +239,12 @@ class ExpertMlpTests(OpTests):
         experts = fp4_experts(rng, MICRO, 4)
         x, ids = bf16_normal(rng, 6, 64), choices(rng, 6, MICRO)
         settings = {"limit": 10.0, "quantize_input": True}
-        outputs = {
-            factor: values(self.run(expert_mlp, x, ids, np.full(ids.shape, factor, np.float32), *experts, **settings))
-            for factor in (1.0, 0.25, 2.0, 0.3)
-        }
+
+        def run(factor: float) -> np.ndarray:
+            factors = np.full(ids.shape, factor, np.float32)
+            return values(self.run(expert_mlp, x, ids, factors, *experts, **settings).in_order)
+
+        outputs = {factor: run(factor) for factor in (1.0, 0.25, 2.0, 0.3)}
         np.testing.assert_array_equal(outputs[0.25], 0.25 * outputs[1.0])
         np.testing.assert_array_equal(outputs[2.0], 2 * outputs[1.0])
         relative = np.abs(outputs[0.3] - 0.3 * outputs[1.0]).max() / np.abs(outputs[1.0]).max()
@@ -248,11 +256,11 @@ class ExpertMlpTests(OpTests):
         experts = plain_experts(rng, MICRO, 4, np.float32)
         x, ids, weights = normal(rng, 20, 64), choices(rng, 20, MICRO), routing_weights(rng, 20, MICRO)
         settings = {"limit": 10.0, "quantize_input": False}
-        whole = self.run(expert_mlp, x, ids, weights, *experts, **settings)
+        whole = self.run(expert_mlp, x, ids, weights, *experts, **settings).in_order
         halves = []
         for first in (0, 2):
             part = [w[first : first + 2] for w in experts]
-            y = self.run(expert_mlp, x, ids - first, weights, *part, **settings)
+            y = self.run(expert_mlp, x, ids - first, weights, *part, **settings).in_order
             local = (ids >= first) & (ids < first + 2)
             assert not y[~local].any()
             halves.append(np.where(local[:, :, None], y, 0))
@@ -262,14 +270,14 @@ class ExpertMlpTests(OpTests):
     def test_sum_is_sequential_float32(self) -> None:
         """Guards the order of a token's sum: ascending expert, then shared, one rounding at the end."""
         rows = np.array([[[2.0**24], [1.0], [1.0], [-(2.0**24)]]], np.float32)
-        y = self.run(combine_experts, rows, np.array([[0.5]], np.float32))
+        y = self.run(combine_experts, rows_of(rows), np.array([[0.5]], np.float32))
         assert y.item() == 0.5  # each 1 is lost against 2^24
-        y = self.run(combine_experts, rows[:, [1, 2, 0, 3]], np.array([[0.5]], np.float32))
+        y = self.run(combine_experts, rows_of(rows[:, [1, 2, 0, 3]]), np.array([[0.5]], np.float32))
         assert y.item() == 2.5
         rng = generator("sum")
         outputs, shared = bf16_normal(rng, 20, 6, 64), bf16_normal(rng, 20, 64)
         expected = reference.combine_experts(values(outputs), values(shared), bf16)
-        assert_same_bits(self.run(combine_experts, outputs, shared), expected.astype(BF16), "bfloat16 sum")
+        assert_same_bits(self.run(combine_experts, rows_of(outputs), shared), expected.astype(BF16), "bfloat16 sum")
 
     def test_gradients(self) -> None:
         """Guards the training mode: gradients of weights, rows and routing weights."""
@@ -303,7 +311,7 @@ class ExpertMlpTests(OpTests):
         self.refuses(expert_mlp, x[:, :16], ids, w, w1, w1, w2, match="do not fit", **settings)
         self.refuses(shared_mlp, x, w1[0], w1[0], w1[0], match="shared_mlp.*do not fit", **settings)
         self.refuses(shared_mlp, x[:, :16], w1[0], w1[0], w2[0], match="shared_mlp.*do not fit", **settings)
-        self.refuses(combine_experts, np.zeros((2, 3, 8)), x, match="do not fit")
+        self.refuses(combine_experts, rows_of(np.zeros((2, 3, 8), np.float32)), x, match="do not fit")
         self.refuses(route, x, x[:1], match="do not fit", **ROUTING)
         self.refuses(route, x, x, match="do not fit", **ROUTING | {"experts_per_token": 33})
         self.refuses(route, x, x, match="do not fit", **ROUTING | {"experts_per_token": 0})

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepinfer_jax.kernels.expert_mlp import expert_mlp, mosaic_grouping, shapes
+from deepinfer_jax.kernels.expert_mlp import ExpertRows, expert_mlp, mosaic_grouping, shapes
 from deepinfer_jax.kernels.expert_mlp.repack import repack
 from deepinfer_jax.kernels.mosaic import interpret
 from deepinfer_jax.kernels.quantization import quantize_dequantize_fp8
@@ -30,8 +30,9 @@ pytestmark = pytest.mark.interpret
 def _sort(x: Any, ids: Any, weights: Any, experts: int, quantize: bool) -> tuple[Any, Any]:
     """(what is sorted, its rows brought back to the pairs)."""
     found = mosaic_grouping.sort_rows(x, ids, weights, experts, quantize=quantize)
-    back = mosaic_grouping.rows_of_pairs(found.rows, found.position, ids, experts)
-    return (found.rows, found.factors, found.tiles, found.count, found.position), back
+    return (found.rows, found.factors, found.tiles, found.count, found.position), ExpertRows(
+        found.rows, found.position
+    ).in_order
 
 
 def check(ids: np.ndarray, experts: int, width: int, quantize: bool = True) -> None:
@@ -53,7 +54,7 @@ def check(ids: np.ndarray, experts: int, width: int, quantize: bool = True) -> N
     assert_same_bits((position, number), (grouped.position, grouped.count), "places")
     assert tiles.shape == grouped.tiles.shape
     assert_same_bits(tiles[:count], grouped.tiles[:count], "tiles")
-    assert_same_bits(back, shapes.rows_of_pairs(expected[0], grouped), "rows of pairs")
+    assert_same_bits(back, ExpertRows(expected[0], grouped.position).in_order, "rows of pairs")
     assert np.isfinite(values(back)).all()
 
 
@@ -99,7 +100,7 @@ def test_experts_of_few_and_of_many_pairs(monkeypatch: pytest.MonkeyPatch) -> No
         operands = map(jnp.asarray, (x, ids, weights))
         with interpret(detect_races=True):
             y = expert_mlp(*operands, *packed, limit=2.5, quantize_input=True, implementation="mosaic_gpu")
-            return np.asarray(y)
+            return np.asarray(y.in_order)
 
     few = run()
     monkeypatch.setattr(mosaic_grouping, "MOST_PAIRS", 0)

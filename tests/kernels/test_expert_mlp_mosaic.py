@@ -16,7 +16,15 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.kernels import fp4_fragments
-from deepinfer_jax.kernels.expert_mlp import combine_experts, expert_mlp, mosaic_stream, route, shapes, shared_mlp
+from deepinfer_jax.kernels.expert_mlp import (
+    ExpertRows,
+    combine_experts,
+    expert_mlp,
+    mosaic_stream,
+    route,
+    shapes,
+    shared_mlp,
+)
 from deepinfer_jax.kernels.expert_mlp.repack import repack
 from deepinfer_jax.kernels.mosaic import interpret
 from deepinfer_jax.kernels.quantization import QuantTensor, dequantize
@@ -46,9 +54,11 @@ pytestmark = pytest.mark.interpret
 
 def run(function: Callable[..., Any], *operands: Any, **settings: Any) -> Any:
     """Call a contract function with the interpreted kernels; results as NumPy arrays."""
-    operands = tuple(x if isinstance(x, QuantTensor) else jnp.asarray(x) for x in operands)
+    operands = tuple(x if isinstance(x, QuantTensor | ExpertRows) else jnp.asarray(x) for x in operands)
     with interpret("sm90", detect_races=True):
-        return jax.tree.map(np.asarray, function(*operands, implementation="mosaic_gpu", **settings))
+        result = function(*operands, implementation="mosaic_gpu", **settings)
+        result = result.in_order if isinstance(result, ExpertRows) else result
+        return jax.tree.map(np.asarray, result)
 
 
 # ---- the packed format -----------------------------------------------------------------------------
@@ -116,7 +126,7 @@ def test_grouping(rows: int, chosen: int, experts: int) -> None:
     drawn = [rng.choice(experts + 2, chosen, replace=False) - 1 for _ in range(rows)]  # two ids are no expert's
     ids = np.sort(np.array(drawn, np.int32), axis=1)
     grouped = shapes.group_rows(jnp.asarray(ids), experts)
-    valid, position, source = (np.asarray(x) for x in (grouped.valid, grouped.position, grouped.source))
+    valid, position, source = (np.asarray(x) for x in (grouped.position >= 0, grouped.position, grouped.source))
     np.testing.assert_array_equal(valid, (ids >= 0) & (ids < experts))
     owner = np.full(source.shape, -1)
     for expert, first, size in np.asarray(grouped.tiles)[: int(grouped.count[0])]:
@@ -182,7 +192,7 @@ def test_experts_and_their_rows() -> None:
     norms = np.linalg.norm(error, axis=2) / np.maximum(np.linalg.norm(expected, axis=2), 1e-30)
     assert norms.max() < 0.01, norms.max()
     assert not y[19, 1].any()
-    xla = np.asarray(expert_mlp(x, ids, weights, *packed, implementation="xla", **settings))
+    xla = np.asarray(expert_mlp(x, ids, weights, *packed, implementation="xla", **settings).in_order)
     assert (y == xla).mean() > 0.99  # sums of another order round differently, rarely
 
     kept = np.array([17, 3, 11])
@@ -201,7 +211,7 @@ def test_micro_experts_without_quantisation() -> None:
     x, ids, weights = bf16_normal(rng, 2, 64), choices(rng, 2, MICRO), routing_weights(rng, 2, MICRO)
     settings = {"limit": 10.0, "quantize_input": False}
     y = run(expert_mlp, x, ids, weights, *map(repack, experts), **settings)
-    expected = np.asarray(expert_mlp(x, ids, weights, *experts, implementation="xla", **settings))
+    expected = np.asarray(expert_mlp(x, ids, weights, *experts, implementation="xla", **settings).in_order)
     error = np.abs(values(y) - values(expected))
     assert np.median(error / bf16_ulp(expected)) <= 1
     assert error.max() <= 0.01 * np.abs(values(expected)).max()
@@ -261,7 +271,19 @@ def test_sum_is_that_of_xla() -> None:
     rng = generator("mosaic sum")
     rows, shared = bf16_normal(rng, 5, 6, 64), bf16_normal(rng, 5, 64)
     expected = reference.combine_experts(values(rows), values(shared), bf16).astype(rows.dtype)
-    assert_same_bits(run(combine_experts, rows, shared), expected, "sum")
+    assert_same_bits(run(combine_experts, ExpertRows(jnp.asarray(rows)), shared), expected, "sum")
+
+    # The same rows in another order, between rows of NaN, and two that are missing.
+    rows[0, 5], rows[3, 0] = 0, 0
+    expected = reference.combine_experts(values(rows), values(shared), bf16).astype(rows.dtype)
+    position = rng.permutation(40)[:30].reshape(5, 6).astype(np.int32)
+    spread = np.full((40, 64), np.nan, rows.dtype)
+    spread[position.reshape(-1)] = rows.reshape(30, 64)
+    spread[[position[0, 5], position[3, 0]]] = np.nan
+    position[0, 5] = position[3, 0] = -1
+    moved = ExpertRows(jnp.asarray(spread), jnp.asarray(position))
+    assert_same_bits(run(combine_experts, moved, shared), expected, "rows where products left them")
+    assert_same_bits(np.asarray(moved.in_order), rows, "rows in order")
 
 
 # ---- what there is no kernel for -------------------------------------------------------------------
@@ -285,7 +307,7 @@ def test_refusals_name_the_reason() -> None:
     with pytest.raises(NotImplementedError, match=r"shared_mlp.*float32 profiles"):
         run(shared_mlp, x.astype(np.float32), *(w[0] for w in plain), **settings)
     with pytest.raises(NotImplementedError, match=r"combine_experts.*whole 32 columns"):
-        run(combine_experts, np.zeros((2, 3, 8), np.float32), np.zeros((2, 8), np.float32))
+        run(combine_experts, ExpertRows(jnp.zeros((2, 3, 8))), np.zeros((2, 8), np.float32))
     with pytest.raises(NotImplementedError, match=r"route.*up to 128 experts"):
         run(
             route,

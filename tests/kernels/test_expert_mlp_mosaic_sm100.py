@@ -17,6 +17,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from deepinfer_jax.kernels.expert_mlp import (
+    ExpertRows,
     combine_experts,
     expert_mlp,
     mosaic_products,
@@ -55,9 +56,11 @@ pytestmark = pytest.mark.interpret
 
 def run(function: Callable[..., Any], *operands: Any, **settings: Any) -> Any:
     """Call a contract function with the interpreted kernels; results as NumPy arrays."""
-    operands = tuple(x if isinstance(x, QuantTensor) else jnp.asarray(x) for x in operands)
+    operands = tuple(x if isinstance(x, QuantTensor | ExpertRows) else jnp.asarray(x) for x in operands)
     with interpret("sm100", detect_races=True):
-        return jax.tree.map(np.asarray, function(*operands, implementation="mosaic_gpu", **settings))
+        result = function(*operands, implementation="mosaic_gpu", **settings)
+        result = result.in_order if isinstance(result, ExpertRows) else result
+        return jax.tree.map(np.asarray, result)
 
 
 @pytest.mark.fast
@@ -147,7 +150,7 @@ def test_experts_and_their_rows() -> None:
     norms = np.linalg.norm(error, axis=2) / np.maximum(np.linalg.norm(expected, axis=2), 1e-30)
     assert norms.max() < 0.01, norms.max()
     assert not y[19, 1].any()
-    xla = np.asarray(expert_mlp(x, ids, weights, *packed, implementation="xla", **settings))
+    xla = np.asarray(expert_mlp(x, ids, weights, *packed, implementation="xla", **settings).in_order)
     assert (y == xla).mean() > 0.99  # sums of another order round differently, rarely
 
     kept = np.array([17, 3, 11])
@@ -187,7 +190,7 @@ def test_micro_experts_without_quantisation() -> None:
     x, ids, weights = bf16_normal(rng, 2, 64), choices(rng, 2, MICRO), routing_weights(rng, 2, MICRO)
     settings = {"limit": 10.0, "quantize_input": False}
     y = run(expert_mlp, x, ids, weights, *map(repack, experts), **settings)
-    expected = np.asarray(expert_mlp(x, ids, weights, *experts, implementation="xla", **settings))
+    expected = np.asarray(expert_mlp(x, ids, weights, *experts, implementation="xla", **settings).in_order)
     error = np.abs(values(y) - values(expected))
     assert np.median(error / bf16_ulp(expected)) <= 1
     assert error.max() <= 0.01 * np.abs(values(expected)).max()
@@ -216,7 +219,7 @@ def test_routing_and_sum() -> None:
     np.testing.assert_allclose(values(weights), expected, rtol=1e-6)
     rows, shared = bf16_normal(rng, 3, 2, 64), bf16_normal(rng, 3, 64)
     total = reference.combine_experts(values(rows), values(shared), bf16).astype(rows.dtype)
-    assert_same_bits(run(combine_experts, rows, shared), total, "sum")
+    assert_same_bits(run(combine_experts, ExpertRows(jnp.asarray(rows)), shared), total, "sum")
 
 
 @pytest.mark.fast
