@@ -25,6 +25,7 @@ from jax import lax
 
 from deepinfer_jax.compile import jit
 from deepinfer_jax.kernels.dispatch import Kernels
+from deepinfer_jax.kernels.expert_mlp import ExpertRows
 from deepinfer_jax.kernels.expert_mlp.xla import activate
 from deepinfer_jax.kernels.quantization import (
     FP4_KV_GROUP,
@@ -156,7 +157,7 @@ class WatchingKernels(Kernels):
             return pack_cache(self.watch(name, kwargs["fmt"], plain), kwargs["fmt"])
         return call(function, *args, **kwargs)
 
-    def _mlp(self, name: str, x: jax.Array, *rest: Any, limit: float) -> jax.Array:
+    def _mlp(self, name: str, x: jax.Array, *rest: Any, limit: float) -> jax.Array | ExpertRows:
         """`expert_mlp` and `shared_mlp` with both operands in sight; every expert computes every row."""
         call, dtype = super().__call__, x.dtype
         operand = quantize_dequantize_fp8(self.watch(name, "fp8", x))
@@ -175,7 +176,7 @@ class WatchingKernels(Kernels):
         hidden = lax.map(lambda part: hidden_of(*part), (w1, w3, factors))
         hidden = quantize_dequantize_fp8(self.watch(f"{name} hidden", "fp8", jnp.swapaxes(hidden, 0, 1)))
         outputs = lax.map(lambda part: call(row_dot, *part), (jnp.swapaxes(hidden, 0, 1), w2))
-        return jnp.take_along_axis(jnp.swapaxes(outputs, 0, 1), ids[:, :, None], axis=1)
+        return ExpertRows(jnp.take_along_axis(jnp.swapaxes(outputs, 0, 1), ids[:, :, None], axis=1))
 
 
 class WatchedLayers(Layers):
