@@ -47,8 +47,8 @@ def measure(sequences: int, steps: int) -> dict[str, float]:
     params = deepinfer_jax.init_params(deepinfer_jax.ModelConfig.micro(), jax.random.key(0))
     engine = Engine(params, RuntimeConfig(slots=sequences, rows=(max(sequences, 64),)))
     runner, clock = engine._runner, Clock()
-    rows = runner.sample_rows
-    logits = np.zeros((1, 1), np.float32)
+    logits = np.zeros((engine.sizes.logit_rows, 1), np.float32)
+    rows = runner.sample_rows(Launched(logits, [], []))  # type: ignore[arg-type]
     drawn = Sampled(np.full(rows, 7, np.int32), *(np.zeros(rows, np.float32),) * 3, np.ones(rows, bool))  # type: ignore[arg-type]
 
     def forward(plan: Any) -> Launched:

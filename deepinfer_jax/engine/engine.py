@@ -305,7 +305,7 @@ class Engine:
         if step.drawn is None:
             return
         self.stats.generated_tokens += len(step.draws)
-        tokens, valid = (x.tolist() for x in jax.device_get((step.drawn.token_ids, step.drawn.valid)))
+        tokens, valid = np.asarray(step.drawn.token_ids).tolist(), np.asarray(step.drawn.valid).tolist()
         logs: Any = None
         for i, work in enumerate(step.draws):
             sample = work.sample
