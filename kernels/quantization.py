@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from deepinfer_jax.kernels import fp4_fragments
+from deepinfer_jax.kernels import fp4_block_scaled, fp4_fragments
 
 GROUP = 32
 """Elements that share a scale, in activations, FP4 weights, window keys and index keys."""
@@ -28,7 +28,7 @@ FP4_KV_GROUP = 16
 _E4M3_MAX = 448.0
 _E2M1_MAX = 6.0
 
-WeightFormat = Literal["fp8", "fp4", "fp8_row", "fp4_sm90"]
+WeightFormat = Literal["fp8", "fp4", "fp8_row", "fp4_sm90", "fp4_sm100"]
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["data", "scale"], meta_fields=["format"])
@@ -41,6 +41,8 @@ class QuantTensor:
     format "fp8_row": data uint8 e4m3 bytes [rows, in], scale uint8 [rows, in/32]
     format "fp4_sm90": the bits of "fp4" in the order of Hopper's tensor cores (`fp4_fragments.py`):
         data uint32 [out/64, in/64, 4, 128], scale uint16 [out/64, in/64, 64]
+    format "fp4_sm100": the same in the order of Blackwell's block-scaled products (`fp4_block_scaled.py`):
+        data uint32 [out/64, in/64, 2, 256], scale uint8 [out/64, ceil(in/128), 16, 16]
 
     Bytes, not float8: XLA:CPU widens a whole float8 array before it slices or gathers from it.
     """
@@ -57,6 +59,9 @@ class QuantTensor:
         if self.format == "fp4_sm90":
             *lead, rows, columns = self.scale.shape[:-1]
             return (*lead, rows * fp4_fragments.TILE, columns * fp4_fragments.TILE)
+        if self.format == "fp4_sm100":
+            *lead, rows, columns = self.data.shape[:-2]
+            return (*lead, rows * fp4_block_scaled.TILE, columns * fp4_block_scaled.TILE)
         return tuple(self.data.shape)
 
     def __getitem__(self, index: object) -> QuantTensor:
@@ -238,6 +243,9 @@ def dequantize(weight: QuantTensor, dtype: DTypeLike = jnp.bfloat16) -> jax.Arra
     if weight.format == "fp4_sm90":
         codes, scale = fp4_fragments.unpack_codes(weight.data), fp4_fragments.unpack_scales(weight.scale)
         return dequantize_fp4(codes, scale).astype(dtype)
+    if weight.format == "fp4_sm100":
+        scale = fp4_block_scaled.unpack_scales(weight.scale, weight.shape[-1])
+        return dequantize_fp4(fp4_block_scaled.unpack_codes(weight.data), scale).astype(dtype)
     return dequantize_rows(weight.data, weight.scale).astype(dtype)
 
 

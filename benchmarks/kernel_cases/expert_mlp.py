@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from benchmarks.kernel_cases import Case, Check, CompileCase
-from deepinfer_jax.kernels import fp4_fragments
+from benchmarks.kernel_cases import Case, Check, CompileCase, Target
+from deepinfer_jax.kernels import fp4_block_scaled, fp4_fragments
 from deepinfer_jax.kernels.expert_mlp import (
     ExpertRows,
     combine_experts,
@@ -23,11 +23,22 @@ from deepinfer_jax.kernels.expert_mlp import (
     shapes,
     shared_mlp,
 )
-from deepinfer_jax.kernels.quantization import GROUP, QuantTensor, dequantize, quantize_dequantize_fp8
+from deepinfer_jax.kernels.expert_mlp.repack import kernel_format, repack
+from deepinfer_jax.kernels.mosaic.target import Architecture
+from deepinfer_jax.kernels.quantization import (
+    GROUP,
+    QuantTensor,
+    WeightFormat,
+    dequantize,
+    pack_nibbles,
+    quantize_dequantize_fp8,
+)
 
 OP = "expert_mlp"
 HIDDEN, WIDTH, EXPERTS, CHOSEN, LIMIT = 5120, 2304, 384, 6, 10.0
 ROUTING: dict[str, Any] = {"experts_per_token": CHOSEN, "normalize": True, "scale": 1.5, "temperature": 1.0}
+
+ARCHITECTURES: dict[Target, Architecture] = {"h200": "sm90", "b200": "sm100"}
 
 WEIGHT_BYTES = (WIDTH * HIDDEN * 17) // 32
 """Of one matrix of one expert: half a byte a code, a byte for 32."""
@@ -64,16 +75,24 @@ class Batch:
         return x, jnp.asarray(self.ids()), weights
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _random(experts: int, rows: int, columns: int, seed: int, form: WeightFormat) -> QuantTensor:
+    shape = _packed_shape(experts, rows, columns, form)
+    data = jax.random.bits(jax.random.key(seed), shape.data.shape, jnp.uint32)
+    middle = 127 - int(np.log2(3 * np.sqrt(columns)))
+    key = jax.random.key(seed + 100)
+    if form == "fp4_sm100":
+        middle += fp4_block_scaled.SCALE_OFFSET
+        scale = jax.random.randint(key, shape.scale.shape, middle - 1, middle + 2, jnp.int32).astype(jnp.uint8)
+        return QuantTensor(data, scale, form)
+    middle += fp4_fragments.SCALE_OFFSET
+    low, high = jax.random.randint(key, (2, *shape.scale.shape), middle - 1, middle + 2, jnp.int32)
+    return QuantTensor(data, (low | high << 8).astype(jnp.uint16), form)
+
+
 def _packed(experts: int, rows: int, columns: int, seed: int) -> QuantTensor:
     """Random experts in the kernel's order; products of unit rows have about unit size."""
-    tiles = (experts, rows // fp4_fragments.TILE, columns // fp4_fragments.TILE)
-    data = jax.random.bits(jax.random.key(seed), (*tiles, *fp4_fragments.TILE_WORDS), jnp.uint32)
-    middle = 127 - int(np.log2(3 * np.sqrt(columns))) + fp4_fragments.SCALE_OFFSET
-    low, high = jax.random.randint(
-        jax.random.key(seed + 100), (2, *tiles, fp4_fragments.TILE), middle - 1, middle + 2, jnp.int32
-    )
-    return QuantTensor(data, (low | high << 8).astype(jnp.uint16), "fp4_sm90")
+    return _random(experts, rows, columns, seed, kernel_format())
 
 
 def _gate_up_experts(experts: int) -> tuple[QuantTensor, QuantTensor]:
@@ -309,9 +328,7 @@ def _codes_exact() -> dict[str, Any]:
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 16, size=(1, 512, 128)).astype(np.uint8)
     scale = np.resize(np.arange(fp4_fragments.LARGEST_SCALE + 1), (1, 512, 4)).astype(np.uint8)
-    weight = QuantTensor(
-        fp4_fragments.pack_codes(jnp.asarray(codes)), fp4_fragments.pack_scales(jnp.asarray(scale)), "fp4_sm90"
-    )
+    weight = repack(QuantTensor(pack_nibbles(jnp.asarray(codes)), jnp.asarray(scale), "fp4"))
     table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     expected = np.where(codes & 8, -1.0, 1.0) * table[codes & 7] * np.exp2(scale.astype(float) - 127).repeat(32, 2)
     rows = jnp.concatenate([jnp.eye(128, dtype=jnp.bfloat16), jnp.zeros((128, 128), jnp.bfloat16)])
@@ -393,10 +410,14 @@ def _shape(*shape: int, dtype: Any) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _packed_shape(experts: int, rows: int, columns: int) -> QuantTensor:
-    tiles = (experts, rows // fp4_fragments.TILE, columns // fp4_fragments.TILE)
-    data = _shape(*tiles, *fp4_fragments.TILE_WORDS, dtype=jnp.uint32)
-    return QuantTensor(data, _shape(*tiles, fp4_fragments.TILE, dtype=jnp.uint16), "fp4_sm90")
+def _packed_shape(experts: int, rows: int, columns: int, form: WeightFormat) -> QuantTensor:
+    order = fp4_block_scaled if form == "fp4_sm100" else fp4_fragments
+    tiles = (experts, rows // order.TILE, columns // order.TILE)
+    data = _shape(*tiles, *order.TILE_WORDS, dtype=jnp.uint32)
+    if form == "fp4_sm90":
+        return QuantTensor(data, _shape(*tiles, order.TILE, dtype=jnp.uint16), form)
+    steps = -(-columns // fp4_block_scaled.SCALE_COLUMNS)
+    return QuantTensor(data, _shape(*tiles[:2], steps, *fp4_block_scaled.SCALE_TILE, dtype=jnp.uint8), form)
 
 
 def _fp8_shape(rows: int, columns: int) -> QuantTensor:
@@ -412,13 +433,15 @@ def compile_cases() -> list[CompileCase]:
         ("demo", 5, 16, 256, 64, 4),
         ("micro", 5, 4, 64, 64, 2),
     ):
-        wide, narrow = _packed_shape(experts, width, hidden), _packed_shape(experts, hidden, width)
         operands = (
             _shape(tokens, hidden, dtype=jnp.bfloat16),
             _shape(tokens, chosen, dtype=jnp.int32),
             _shape(tokens, chosen, dtype=jnp.float32),
         )
-        found.append(CompileCase(name, OP, _whole, (*operands, wide, wide, narrow)))
+        for target, architecture in ARCHITECTURES.items():
+            form = kernel_format(architecture)
+            wide, narrow = (_packed_shape(experts, *size, form) for size in ((width, hidden), (hidden, width)))
+            found.append(CompileCase(name, OP, _whole, (*operands, wide, wide, narrow), (target,)))
     tokens = 64
     settings: dict[str, Any] = {"implementation": "mosaic_gpu"}
     logits = _shape(tokens, EXPERTS, dtype=jnp.float32)

@@ -1,7 +1,7 @@
 """Mosaic-GPU mixture of experts: FP4 experts, FP8 shared expert, bfloat16 rows, profile `reference`.
 
-Experts have to be in the kernels' order (`repack.py`; Hopper's and Blackwell's kernels share it), which the engine
-sees to when it loads weights: repacking inside a program would cost more than the products. Few rows are sorted by
+Experts have to be in the order of the architecture's kernels (`repack.py`), which the engine sees to when it loads
+weights: repacking inside a program would cost more than the products. Few rows are sorted by
 expert by a kernel (`mosaic_grouping.py`), many by XLA (`shapes.py`): integers and copies. Their outputs stay where the
 products left them until they are added.
 """
@@ -46,9 +46,10 @@ def _experts(weight: Weight) -> QuantTensor:
         raise NotImplementedError(
             f"expert_mlp: mosaic_gpu reads FP4 experts only, not plain {weight.dtype}; use the xla implementation"
         )
-    if weight.format != "fp4_sm90":
+    wanted = mosaic_products.tensor_cores().FORMAT
+    if weight.format != wanted:
         raise NotImplementedError(
-            f"expert_mlp: mosaic_gpu reads experts in the order of its kernel, 'fp4_sm90', not {weight.format!r}; "
+            f"expert_mlp: mosaic_gpu reads experts in the order of its kernel, {wanted!r}, not {weight.format!r}; "
             "call expert_mlp.repack.repack once when weights are loaded (matrices of 64 x 64 tiles, scales <= 2)"
         )
     return weight
@@ -92,10 +93,15 @@ def expert_mlp(
 ) -> ExpertRows:
     """See the contract in `api.py`. row_tile is not used.
 
-    Weights: QuantTensor "fp4_sm90" (`repack.py`).
+    Weights: QuantTensor "fp4_sm90" or "fp4_sm100" (`repack.py`). Blackwell's products take quantised rows only.
     """
-    _target("expert_mlp")
+    target = _target("expert_mlp")
     _check_rows("expert_mlp", x)
+    if target == "sm100" and not quantize_input:
+        raise NotImplementedError(
+            "expert_mlp: mosaic_gpu multiplies FP8 rows on sm100, whose block-scaled products take no bfloat16 rows; "
+            "use the xla implementation for profiles without quantised activations"
+        )
     w1, w3, w2 = map(_experts, (w1, w3, w2))
     experts = w1.shape[0]
 

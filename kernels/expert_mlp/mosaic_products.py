@@ -24,6 +24,7 @@ from deepinfer_jax.kernels.expert_mlp.mosaic_middle import gated_hidden, store_c
 from deepinfer_jax.kernels.expert_mlp.mosaic_stream import (
     REDUCTION_NUMBERS,
     ROW_TRANSFORMS,
+    Item,
     Plan,
     for_each_item,
     plan,
@@ -31,8 +32,8 @@ from deepinfer_jax.kernels.expert_mlp.mosaic_stream import (
     smallest,
     stream,
 )
-from deepinfer_jax.kernels.expert_mlp.shapes import LARGEST_ROWS, ROW_STEP
-from deepinfer_jax.kernels.fp4_fragments import TILE, TILE_WORDS
+from deepinfer_jax.kernels.expert_mlp.shapes import ROW_STEP
+from deepinfer_jax.kernels.fp4_fragments import TILE
 from deepinfer_jax.kernels.mosaic.target import architecture
 from deepinfer_jax.kernels.quantization import QuantTensor
 
@@ -40,19 +41,21 @@ plgpu: Any = mosaic_gpu  # its types are not those of its functions
 
 
 def tensor_cores() -> ModuleType:
-    """The module with `multiply`, `scratch` and ORDERS_TENSOR_CORE for the architecture that is compiled for."""
+    """The module with the products of the architecture that is compiled for."""
     return mosaic_sm100 if architecture() == "sm100" else mosaic_sm90
 
 
-def _kernel(*refs: Any, p: Plan, cores: ModuleType, limit: float, quantize: bool) -> None:
+def _kernel(*refs: Any, p: Plan, cores: ModuleType, row_operands: int, limit: float, quantize: bool) -> None:
+    rows, refs = refs[:row_operands], refs[row_operands:]
     weights: Sequence[tuple[Any, Any]]
     if p.gated:
-        x, words1, scales1, words3, scales3, factors, tiles, count, out, *scratch = refs
+        words1, scales1, words3, scales3, factors, tiles, count, out, *scratch = refs
         weights = ((words1, scales1), (words3, scales3))
     else:
-        x, words2, scales2, tiles, count, out, *scratch = refs
+        words2, scales2, tiles, count, out, *scratch = refs
         weights, factors = ((words2, scales2),), None
-    ring, memory, (out_tiles, reduction) = scratch[:5], scratch[5:-2], scratch[-2:]
+    stages = len(cores.ring(p))
+    ring, memory, (out_tiles, reduction) = scratch[:stages], scratch[stages:-2], scratch[-2:]
     warpgroup = lax.axis_index("warpgroup")
     registers = p.warpgroups == 2  # 384 threads share the registers evenly unless told otherwise
 
@@ -60,66 +63,70 @@ def _kernel(*refs: Any, p: Plan, cores: ModuleType, limit: float, quantize: bool
     def _() -> None:
         if registers:
             plgpu.set_max_registers(24, action="decrease")
-        stream(p, x, weights, tiles, count, ring)
+        stream(p, tiles, count, ring[-1], functools.partial(cores.bring, p, rows, weights, ring))
 
     @pl.when(warpgroup < p.warpgroups)
     def _() -> None:
         if registers:
             plgpu.set_max_registers(240, action="increase")
 
-        def item(number: jax.Array, expert: Any, first: Any, rows: Any, column: Any) -> None:
-            del expert
-
+        def of_item(number: jax.Array, item: Item) -> None:
             def finish(sums: Sequence[jax.Array], start: int) -> None:
                 """Store what comes of sums float32 [64, rows from `start` on] of each of this warpgroup's tiles."""
-                own = pl.multiple_of(first + start, ROW_STEP) if start else first
-                left = rows - start if start else rows
+                own = pl.multiple_of(item.first + start, ROW_STEP) if start else item.first
+                left = item.rows - start if start else item.rows
                 store = functools.partial(store_columns, out, out_tiles.at[warpgroup], own, left)
                 if p.gated:
                     gate, up = sums
                     hidden = gated_hidden(
                         gate, up, factors, own, limit=limit, quantize=quantize, scratch=reduction.at[warpgroup]
                     )
-                    store(column * p.output_tiles + warpgroup, hidden)
+                    store(item.column * p.output_tiles + warpgroup, hidden)
                 else:
                     for a, values in enumerate(sums):
-                        store(column * p.output_tiles + a * p.warpgroups + warpgroup, values.astype(jnp.bfloat16))
+                        store(item.column * p.output_tiles + a * p.warpgroups + warpgroup, values.astype(jnp.bfloat16))
 
             choices = [
                 functools.partial(cores.multiply, p, size, number, warpgroup, ring, memory, finish)
                 for size in p.row_choices
             ]
-            lax.switch(smallest(p.row_choices, rows), choices)
+            lax.switch(smallest(p.row_choices, item.rows), choices)
 
-        for_each_item(p, tiles, count, item)
+        for_each_item(p, tiles, count, of_item)
         plgpu.wait_smem_to_gmem(0)
 
 
-def _grouped_product(p: Plan, rows: int, limit: float, quantize: bool, *operands: jax.Array) -> jax.Array:
+def _grouped_product(
+    weights: Sequence[QuantTensor],
+    x: jax.Array,
+    operands: Sequence[jax.Array],
+    row_choices: tuple[int, ...] | None,
+    limit: float = np.inf,
+    quantize: bool = False,
+) -> jax.Array:
+    """operands: (factors of gated rows,) tiles, count."""
     cores = tensor_cores()
-    depth = p.depth_tiles * TILE
-    arrivals = 5 if p.gated else 3
-    ring = [
-        plgpu.SMEM((p.stages, LARGEST_ROWS, depth), jnp.bfloat16, transforms=ROW_TRANSFORMS),
-        plgpu.SMEM((p.stages, p.weight_tiles, p.depth_tiles, *TILE_WORDS), jnp.uint32),
-        plgpu.SMEM((p.stages, p.weight_tiles, p.depth_tiles, TILE), jnp.uint16),
-        plgpu.Barrier(num_barriers=p.stages, num_arrivals=arrivals),
-        plgpu.Barrier(num_barriers=p.stages, num_arrivals=p.warpgroups, orders_tensor_core=cores.ORDERS_TENSOR_CORE),
-    ]
+    for weight in weights:
+        if weight.format != cores.FORMAT:
+            raise ValueError(f"mosaic_gpu: this architecture's products read {cores.FORMAT!r}, not {weight.format!r}")
+    _, columns, depth = weights[0].shape
+    p = plan(columns, depth, row_choices, gated=len(weights) == 2, target=architecture())
+    rows = cores.row_operands(x, operands[-2])
+    settings = {"p": p, "cores": cores, "row_operands": len(rows), "limit": limit, "quantize": quantize}
     return plgpu.kernel(
-        functools.partial(_kernel, p=p, cores=cores, limit=limit, quantize=quantize),
-        out_type=jax.ShapeDtypeStruct((rows, p.columns), jnp.bfloat16),
+        functools.partial(_kernel, **settings),
+        out_type=jax.ShapeDtypeStruct((x.shape[0], p.columns), jnp.bfloat16),
         grid=(programs(),),
         grid_names=("program",),
         num_threads=p.warpgroups + 1,
         thread_name="warpgroup",
         scratch_types=[
-            *ring,
+            *cores.ring(p),
             *cores.scratch(p),
             plgpu.SMEM((p.warpgroups, TILE, TILE), jnp.bfloat16, transforms=ROW_TRANSFORMS),
             plgpu.SMEM((p.warpgroups, REDUCTION_NUMBERS), jnp.float32),
         ],
-    )(*operands)
+    )(*rows, *(array for weight in weights for array in cores.weight_operands(weight)), *operands)
 
 
 def gate_up(
@@ -137,14 +144,13 @@ def gate_up(
     """Hidden rows of the experts, ready for `down`: both products, clamp, SiLU, routing weight, quantisation.
 
     Args:
-        x: bfloat16 [R, D] rows sorted by expert, already quantised. w1, w3: "fp4_sm90" [E, N, D].
-        factors: float32 [R]. tiles, count: of `shapes.group_rows`; rows outside tiles stay undefined.
+        x: bfloat16 [R, D] rows sorted by expert, already quantised (Blackwell multiplies nothing else).
+        w1, w3: [E, N, D] in the architecture's order (`repack.py`). factors: float32 [R].
+        tiles, count: of `shapes.group_rows`; rows outside tiles stay undefined.
         row_choices: for tests that the choice changes no bit; the last one has to be LARGEST_ROWS.
     Returns: bfloat16 [R, N].
     """
-    p = plan(w1.shape[1], w1.shape[2], row_choices, gated=True)
-    operands = (x, w1.data, w1.scale, w3.data, w3.scale, factors, tiles, count)
-    return _grouped_product(p, x.shape[0], limit, quantize, *operands)
+    return _grouped_product((w1, w3), x, (factors, tiles, count), row_choices, limit, quantize)
 
 
 def down(
@@ -155,6 +161,5 @@ def down(
     *,
     row_choices: tuple[int, ...] | None = None,
 ) -> jax.Array:
-    """hidden bfloat16 [R, N] times w2 "fp4_sm90" [E, D, N] -> bfloat16 [R, D]; rows outside tiles are undefined."""
-    p = plan(w2.shape[1], w2.shape[2], row_choices, gated=False)
-    return _grouped_product(p, hidden.shape[0], np.inf, False, hidden, w2.data, w2.scale, tiles, count)
+    """hidden bfloat16 [R, N] times w2 [E, D, N] -> bfloat16 [R, D]; the rest as for `gate_up`."""
+    return _grouped_product((w2,), hidden, (tiles, count), row_choices)

@@ -9,7 +9,7 @@ the tile is: a row's bits depend on the row and the weights only.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,10 +18,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from deepinfer_jax.kernels.expert_mlp.mosaic_stream import Finish, Plan
-from deepinfer_jax.kernels.fp4_fragments import TILE
+from deepinfer_jax.kernels.expert_mlp.mosaic_stream import ROW_TRANSFORMS, Finish, Item, Plan, bring_rows
+from deepinfer_jax.kernels.expert_mlp.shapes import LARGEST_ROWS
+from deepinfer_jax.kernels.fp4_fragments import TILE, TILE_WORDS
 from deepinfer_jax.kernels.mosaic import fp4
 from deepinfer_jax.kernels.mosaic.target import interpreting
+from deepinfer_jax.kernels.quantization import QuantTensor, WeightFormat
 
 plgpu: Any = mosaic_gpu  # its types are not those of its functions
 
@@ -89,8 +91,45 @@ def _multiply(p: Plan, size: int, number: jax.Array, warpgroup: jax.Array, ring:
     return pl.run_scoped(scope, *[plgpu.ACC((TILE, size), jnp.float32)] * p.accumulators)
 
 
-ORDERS_TENSOR_CORE = False
-"""Whether freeing a ring stage waits for tensor-core instructions that run by themselves."""
+FORMAT: WeightFormat = "fp4_sm90"
+"""Format of the weights."""
+
+
+def row_operands(x: jax.Array, tiles: jax.Array) -> tuple[jax.Array, ...]:
+    """What kernels read of rows bfloat16 [R, K], whose tiles are int32 [tiles, 3]: the rows."""
+    del tiles
+    return (x,)
+
+
+def weight_operands(weight: QuantTensor) -> tuple[jax.Array, jax.Array]:
+    """What kernels read of a weight: (words, scales)."""
+    return weight.data, weight.scale
+
+
+def ring(p: Plan) -> list[Any]:
+    """Shared memory of the stages, and the barriers of full and of empty ones."""
+    weights = p.stages, p.weight_tiles, p.depth_tiles
+    return [
+        plgpu.SMEM((p.stages, LARGEST_ROWS, p.depth_tiles * TILE), jnp.bfloat16, transforms=ROW_TRANSFORMS),
+        plgpu.SMEM((*weights, *TILE_WORDS), jnp.uint32),
+        plgpu.SMEM((*weights, TILE), jnp.uint16),
+        plgpu.Barrier(num_barriers=p.stages, num_arrivals=5 if p.gated else 3),
+        plgpu.Barrier(num_barriers=p.stages, num_arrivals=p.warpgroups),
+    ]
+
+
+def bring(
+    p: Plan, rows: Sequence[Any], weights: Sequence[tuple[Any, Any]], ring: Any, slot: Any, k: Any, item: Item
+) -> None:
+    """Start the copies of one step of an item into a stage of the ring."""
+    x_ring, word_ring, scale_ring, full, _ = ring
+    of_weight = p.weight_tiles // len(weights)
+    for i, (words, scales) in enumerate(weights):
+        columns, depth = pl.ds(item.column * of_weight, of_weight), pl.ds(k * p.depth_tiles, p.depth_tiles)
+        target = (slot, pl.ds(i * of_weight, of_weight))
+        plgpu.copy_gmem_to_smem(words.at[item.expert, columns, depth], word_ring.at[target], full.at[slot])
+        plgpu.copy_gmem_to_smem(scales.at[item.expert, columns, depth], scale_ring.at[target], full.at[slot])
+    bring_rows(p, rows[0], x_ring.at[slot], full.at[slot], k, item)
 
 
 def scratch(p: Plan) -> list[Any]:

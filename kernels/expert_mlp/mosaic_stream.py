@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from deepinfer_jax.kernels.expert_mlp.shapes import COPY_CHOICES, LARGEST_ROWS, ROW_CHOICES, ROW_STEP
-from deepinfer_jax.kernels.fp4_fragments import TILE, TILE_WORDS
-from deepinfer_jax.kernels.mosaic.target import interpreting
+from deepinfer_jax.kernels.fp4_fragments import TILE
+from deepinfer_jax.kernels.mosaic.target import Architecture, interpreting
 
 plgpu: Any = mosaic_gpu  # its types are not those of its functions
 
@@ -27,6 +27,9 @@ RING_BYTES = 196 * 1024
 """Shared memory of the ring of operand tiles, at most."""
 
 MAX_STAGES = 8
+
+TILE_BYTES = TILE * TILE // 2 + 2 * TILE
+"""Of a tile of weights: half a byte a code, and two scales a row."""
 
 REDUCTION_NUMBERS = 512
 """Numbers of shared memory through which a warpgroup's warps exchange maxima: four of each of 128 rows."""
@@ -44,7 +47,8 @@ class Plan:
     """Static shape of one grouped product.
 
     columns, depth: N and K. gated: two weights, and the products are combined. warpgroups: that multiply.
-    accumulators: 64-column tiles of one warpgroup. depth_tiles: 64-wide tiles of K in one ring stage.
+    accumulators: 64-column tiles of one warpgroup. depth_tiles: 64-wide tiles of K in one ring stage; of the last
+    stage, the last may be missing.
     row_choices: ascending numbers of rows that a tile's product may be computed with.
     """
 
@@ -75,11 +79,30 @@ class Plan:
     @property
     def steps(self) -> int:
         """Ring stages that one item consumes."""
-        return self.depth // TILE // self.depth_tiles
+        return -(-self.depth // (TILE * self.depth_tiles))
+
+    @property
+    def missing_tiles(self) -> int:
+        """Tiles of K that the last ring stage lacks."""
+        return self.steps * self.depth_tiles - self.depth // TILE
 
 
-def plan(columns: int, depth: int, row_choices: tuple[int, ...] | None = None, *, gated: bool) -> Plan:
+class Item(NamedTuple):
+    """One item of work: `rows` rows from `first` on, of tile number `tile`, times an expert's `column`-th columns."""
+
+    tile: jax.Array
+    expert: jax.Array
+    first: jax.Array
+    rows: jax.Array
+    column: jax.Array
+
+
+def plan(
+    columns: int, depth: int, row_choices: tuple[int, ...] | None = None, *, gated: bool, target: Architecture
+) -> Plan:
     """Split a product [N, K]: two warpgroups of two tiles each where N allows it.
+
+    Hopper takes whole stages of K, or stages of one tile; Blackwell's products always have two (`mosaic_sm100.py`).
 
     row_choices: None: ROW_CHOICES, or few when interpreted, where every choice takes seconds to trace.
     """
@@ -88,9 +111,9 @@ def plan(columns: int, depth: int, row_choices: tuple[int, ...] | None = None, *
     tiles = columns // TILE
     warpgroups = 2 if tiles % 2 == 0 else 1
     accumulators = 2 if gated or tiles % (2 * warpgroups) == 0 else 1
-    depth_tiles = 2 if depth % (2 * TILE) == 0 else 1
-    weight_bytes = warpgroups * accumulators * (4 * TILE_WORDS[0] * TILE_WORDS[1] + 2 * TILE)
-    stage = depth_tiles * (LARGEST_ROWS * TILE * 2 + weight_bytes)
+    depth_tiles = 2 if target == "sm100" or depth % (2 * TILE) == 0 else 1
+    row_bytes = TILE + 2 if target == "sm100" else 2 * TILE
+    stage = depth_tiles * (LARGEST_ROWS * row_bytes + warpgroups * accumulators * TILE_BYTES)
     stages = min(MAX_STAGES, RING_BYTES // stage)
     return Plan(columns, depth, gated, warpgroups, accumulators, depth_tiles, stages, row_choices)
 
@@ -108,8 +131,8 @@ def smallest(choices: Sequence[int], rows: jax.Array) -> jax.Array:
     return sum(((rows > choice).astype(jnp.int32) for choice in choices[:-1]), jnp.int32(0))
 
 
-def for_each_item(p: Plan, tiles: Any, count: Any, body: Callable[..., None]) -> jax.Array:
-    """Call body(number, expert, first row, rows, column item) for the items of this block; returns their number."""
+def for_each_item(p: Plan, tiles: Any, count: Any, body: Callable[[jax.Array, Item], None]) -> jax.Array:
+    """Call body(number, item) for the items of this block; returns their number."""
     program, stride = lax.axis_index("program"), lax.axis_size("program")
     total = count[0] * p.column_items
 
@@ -117,19 +140,21 @@ def for_each_item(p: Plan, tiles: Any, count: Any, body: Callable[..., None]) ->
         item = program + number * stride
         tile, column = lax.div(item, jnp.int32(p.column_items)), lax.rem(item, jnp.int32(p.column_items))
         first = pl.multiple_of(tiles[tile, 1], ROW_STEP)
-        body(number, tiles[tile, 0], first, tiles[tile, 2], column)
+        body(number, Item(tile, tiles[tile, 0], first, tiles[tile, 2], column))
 
     items = lax.div(jnp.maximum(total - program, 0) + (stride - 1), jnp.int32(stride))
     lax.fori_loop(0, items, step, None)
     return items
 
 
-def stream(p: Plan, x: Any, weights: Sequence[tuple[Any, Any]], tiles: Any, count: Any, ring: Any) -> None:
-    """The warpgroup that fills the ring."""
-    x_ring, word_ring, scale_ring, full, empty = ring
-    of_weight = p.weight_tiles // len(weights)
+Bring = Callable[[jax.Array, jax.Array, Item], None]
+"""(ring slot, step, item) -> None: starts the copies that fill a stage."""
 
-    def item(number: jax.Array, expert: Any, first: Any, rows: Any, column: Any) -> None:
+
+def stream(p: Plan, tiles: Any, count: Any, empty: Any, bring: Bring) -> None:
+    """The warpgroup that fills the ring."""
+
+    def of_item(number: jax.Array, item: Item) -> None:
         def step(k: jax.Array, _: None) -> None:
             done = number * p.steps + k
             slot = lax.rem(done, jnp.int32(p.stages))
@@ -138,22 +163,22 @@ def stream(p: Plan, x: Any, weights: Sequence[tuple[Any, Any]], tiles: Any, coun
             def _() -> None:
                 plgpu.barrier_wait(empty.at[slot])
 
-            for i, (words, scales) in enumerate(weights):
-                source = (expert, pl.ds(column * of_weight, of_weight), pl.ds(k * p.depth_tiles, p.depth_tiles))
-                target = (slot, pl.ds(i * of_weight, of_weight))
-                plgpu.copy_gmem_to_smem(words.at[source], word_ring.at[target], full.at[slot])
-                plgpu.copy_gmem_to_smem(scales.at[source], scale_ring.at[target], full.at[slot])
-
-            depth = p.depth_tiles * TILE
-
-            def copy_rows(size: int) -> None:
-                source = x.at[pl.ds(first, size), pl.ds(k * depth, depth)]
-                plgpu.copy_gmem_to_smem(source, x_ring.at[slot, pl.ds(0, size)], full.at[slot])
-
-            lax.switch(smallest(COPY_CHOICES, rows), [functools.partial(copy_rows, size) for size in COPY_CHOICES])
+            bring(slot, k, item)
 
         lax.fori_loop(0, p.steps, step, None)
 
-    used = for_each_item(p, tiles, count, item) * p.steps
+    used = for_each_item(p, tiles, count, of_item) * p.steps
     for slot in range(p.stages):  # a barrier's last phase has to be seen before the block ends
         pl.when(used > slot)(functools.partial(plgpu.barrier_wait, empty.at[slot]))
+
+
+def bring_rows(p: Plan, rows: Any, target: Any, barrier: Any, k: jax.Array, item: Item) -> None:
+    """Bring the rows of an item's step to a stage of the ring: only so many as there are, or a few more."""
+    depth = p.depth_tiles * TILE
+
+    def copy(size: int) -> None:
+        source = rows.at[pl.ds(item.first, size), pl.ds(k * depth, depth)]
+        plgpu.copy_gmem_to_smem(source, target.at[pl.ds(0, size)], barrier)
+
+    copies = [functools.partial(copy, size) for size in COPY_CHOICES]
+    lax.switch(smallest(COPY_CHOICES, item.rows), copies)

@@ -145,8 +145,8 @@ def test_grouping(rows: int, chosen: int, experts: int) -> None:
 @pytest.mark.fast
 def test_released_plans() -> None:
     """Guards the split of the released products: two warpgroups, two tiles each, 4 stages of 128 columns of K."""
-    wide = mosaic_stream.plan(RELEASED.expert_width, RELEASED.hidden, gated=True)
-    narrow = mosaic_stream.plan(RELEASED.hidden, RELEASED.expert_width, gated=False)
+    wide = mosaic_stream.plan(RELEASED.expert_width, RELEASED.hidden, gated=True, target="sm90")
+    narrow = mosaic_stream.plan(RELEASED.hidden, RELEASED.expert_width, gated=False, target="sm90")
     for p, items, steps in ((wide, 18, 40), (narrow, 20, 18)):
         assert (p.warpgroups, p.accumulators, p.depth_tiles, p.stages) == (2, 2, 2, 4)
         assert (p.column_items, p.steps) == (items, steps)

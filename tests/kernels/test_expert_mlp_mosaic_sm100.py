@@ -1,8 +1,8 @@
 """The Mosaic-GPU `expert_mlp` for Blackwell, interpreted on the CPU with race detection.
 
-Tensor memory, its products and their barriers are the code that is compiled; the dequantisation in registers, the
-renaming of registers and the store of transposed columns are replaced, as for Hopper (`test_expert_mlp_mosaic.py`).
-No Blackwell GPU has run these kernels.
+Tensor memory, copies and barriers are the code that is compiled; block-scaled products and their scales in tensor
+memory, the widening of codes in registers (its arithmetic is checked here), the renaming of registers and the store of
+transposed columns are replaced, as for Hopper (`test_expert_mlp_mosaic.py`). No Blackwell GPU has run these kernels.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from deepinfer_jax.kernels import fp4_block_scaled
 from deepinfer_jax.kernels.expert_mlp import (
     ExpertRows,
     combine_experts,
@@ -31,7 +33,7 @@ from deepinfer_jax.kernels.expert_mlp import (
 from deepinfer_jax.kernels.expert_mlp.repack import repack
 from deepinfer_jax.kernels.mosaic import interpret
 from deepinfer_jax.kernels.mosaic.stacked_tiles import split_tiles, stack_tiles
-from deepinfer_jax.kernels.quantization import QuantTensor
+from deepinfer_jax.kernels.quantization import QuantTensor, dequantize, dequantize_fp8, quantize_dequantize_fp8
 
 from . import reference
 from .base_expert_mlp import ROUTING, choices, fp4_experts, routing_weights
@@ -113,16 +115,111 @@ def test_stacked_registers_are_the_tiles_registers() -> None:
         np.testing.assert_array_equal(lane[..., 1], of_tile[..., 1])
 
 
+# ---- the packed format -----------------------------------------------------------------------------
+
+
+@pytest.mark.fast
+def test_words_hold_every_code_where_its_lane_takes_it() -> None:
+    """Guards the order of codes in memory and in registers, written out element by element."""
+    rng = generator("block-scaled words")
+    codes = rng.integers(0, 16, size=(2, 128, 192)).astype(np.uint8)
+    words = fp4_block_scaled.pack_codes(jnp.asarray(codes))
+    assert words.shape == (2, 2, 3, 2, 256)
+    np.testing.assert_array_equal(fp4_block_scaled.unpack_codes(words), codes)
+    registers = np.asarray(fp4_block_scaled.words_to_e4m3(words)).reshape(2, 2, 3, 2, 64, 4, 2)
+    for _ in range(200):
+        e, rows, columns, group, row, word, half, byte = (int(rng.integers(n)) for n in (2, 2, 3, 2, 64, 4, 2, 4))
+        register = int(registers[e, rows, columns, group, row, word, half])
+        code = int(codes[e, 64 * rows + row, 64 * columns + 32 * group + 8 * word + 4 * half + byte])
+        assert register >> (8 * byte) & 0xFF == (code & 8) << 4 | (code & 7) << 2
+
+
+@pytest.mark.fast
+def test_widened_codes_are_exact_after_the_scale() -> None:
+    """Guards 'e4m3 code times 2^-6, times scale times 2^6' for every code, subnormal e4m3 included."""
+    code = np.arange(16, dtype=np.uint8)
+    widened = ((code & 8) << 4 | (code & 7) << 2).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    expected = np.where(code & 8, -1.0, 1.0) * table[code & 7]
+    np.testing.assert_array_equal(widened * 2.0**fp4_block_scaled.SCALE_OFFSET, expected)
+
+
+@pytest.mark.fast
+def test_repack_keeps_values() -> None:
+    """Guards the values and shapes of repacked experts, K that is no multiple of 128, and refused scales."""
+    weight = fp4_weight(generator("repack for Blackwell"), 3, 128, 192)
+    extremes = weight.scale.at[0, 5, :2].set(jnp.array([0, fp4_block_scaled.LARGEST_SCALE], jnp.uint8))
+    weight = QuantTensor(weight.data, extremes, "fp4")
+    packed = repack(weight, "sm100")
+    assert packed.format == "fp4_sm100"
+    assert packed.shape == weight.shape == (3, 128, 192)
+    assert packed.data.nbytes == weight.data.nbytes
+    assert packed.scale.shape == (3, 2, 2, 16, 16)
+    np.testing.assert_array_equal(fp4_block_scaled.unpack_scales(packed[1].scale, 192), weight.scale[1])
+    decode = jax.jit(dequantize)
+    np.testing.assert_array_equal(decode(packed), decode(weight))
+    with pytest.raises(ValueError, match=r"scale byte 249 \(2\^122\)"):
+        repack(QuantTensor(weight.data, weight.scale.at[2, 7, 1].set(249), "fp4"), "sm100")
+    with interpret("sm100"):
+        assert repack(weight).format == "fp4_sm100"
+
+
+@pytest.mark.fast
+def test_scales_where_the_tensor_core_takes_them() -> None:
+    """Guards the order of scales of weights (by lane of two stacked tiles) and of rows, element by element."""
+    rng = generator("block-scaled scales")
+    scale = rng.integers(0, 200, size=(128, 8)).astype(np.uint8)
+    stored = np.asarray(fp4_block_scaled.pack_scales(jnp.asarray(scale)))
+    for step in range(2):
+        both = np.concatenate([stored[0, step], stored[1, step]])  # as `bring` puts two tiles of a stage
+        for lane in range(128):
+            warp, inside = divmod(lane, 32)
+            tile, row = divmod(inside, 16)
+            expected = scale[64 * tile + 16 * warp + row, 4 * step : 4 * step + 4] + fp4_block_scaled.SCALE_OFFSET
+            np.testing.assert_array_equal(both[lane % 32, 4 * (lane // 32) : 4 * (lane // 32) + 4], expected)
+    rows = rng.integers(0, 200, size=(160, 6)).astype(np.uint8)  # 192 columns: half of the second step is padding
+    tiles = np.asarray(fp4_block_scaled.tile_row_scales(jnp.asarray(rows), jnp.array([0, 8], jnp.int32)))
+    assert tiles.shape == (2, 2, 32, 16)
+    for tile, first in enumerate((0, 8)):
+        for row in range(128):
+            place = slice(4 * (row // 32), 4 * (row // 32) + 4)
+            np.testing.assert_array_equal(tiles[tile, 0, row % 32, place], rows[first + row, :4])
+            np.testing.assert_array_equal(tiles[tile, 1, row % 32, place][:2], rows[first + row, 4:])
+
+
+@pytest.mark.fast
+def test_rows_are_taken_apart_exactly() -> None:
+    """Guards that quantised rows hold the values of their codes: the scale may be half the quantiser's."""
+    rng = generator("block-scaled rows")
+    x = bf16_normal(rng, 40, 192)
+    x[3, :32] = 0
+    x[4, 0], x[4, 1:32] = 449.0, 0.0137  # rounded down to 448: a group of half the scale
+    x[5, 40] = np.nan
+    rows = quantize_dequantize_fp8(jnp.asarray(x))
+    tiles = jnp.array([[0, 0, 40]], jnp.int32)
+    codes, scales = mosaic_sm100.row_operands(rows, tiles)
+    assert codes.shape == (40, 256)
+    assert not np.asarray(codes)[:, 192:].astype(np.float32).any()
+    octets = np.asarray(jax.lax.bitcast_convert_type(scales, jnp.uint8)).reshape(2, 32, 4, 4)
+    by_row = octets.transpose(2, 1, 0, 3).reshape(128, 8)[:40, :6]
+    again = dequantize_fp8(codes[:, :192], jnp.asarray(by_row))
+    np.testing.assert_array_equal(np.asarray(again), values(np.asarray(rows)))
+
+
 @pytest.mark.fast
 def test_memory_of_released_products() -> None:
-    """Guards the 512 columns of tensor memory: 128 float32 sums and two operands of 64 words a warpgroup."""
+    """Guards the 512 columns of tensor memory: sums, two operands a warpgroup of four codes a column, and scales."""
     for columns, depth, gated in (
         (RELEASED.expert_width, RELEASED.hidden, True),
         (RELEASED.hidden, RELEASED.expert_width, False),
     ):
-        p = mosaic_stream.plan(columns, depth, gated=gated)
-        assert (p.warpgroups, p.accumulators, p.depth_tiles, p.stages) == (2, 2, 2, 4)
-        assert p.warpgroups * (shapes.LARGEST_ROWS + mosaic_sm100.BUFFERS * p.depth_tiles * 64 // 2) == 512
+        p = mosaic_stream.plan(columns, depth, gated=gated, target="sm100")
+        assert (p.warpgroups, p.accumulators, p.depth_tiles, p.stages, p.missing_tiles) == (2, 2, 2, 5, 0)
+        assert p.warpgroups * (shapes.LARGEST_ROWS + mosaic_sm100.BUFFERS * 128 // 4 + 2 * 4) == 400
+    assert mosaic_stream.plan(64, 192, gated=False, target="sm100").missing_tiles == 1
+
+
+# ---- the kernels -----------------------------------------------------------------------------------
 
 
 def test_experts_and_their_rows() -> None:
@@ -132,7 +229,7 @@ def test_experts_and_their_rows() -> None:
     and there are rows of NaN. The first call has tiles of 24, 16 and 8 rows (products of 128 and 16).
     """
     experts = fp4_experts(generator("mosaic experts"), DEMO, 3)
-    packed = tuple(map(repack, experts))
+    packed = tuple(repack(weight, "sm100") for weight in experts)
     rng = generator("mosaic rows")
     second = np.where(np.arange(20) < 15, 1, 2)
     second[19] = 3  # none
@@ -165,17 +262,19 @@ def test_experts_and_their_rows() -> None:
 def test_long_product() -> None:
     """Guards the reuse of operand buffers and ring stages: 3 items a block, of 5 steps each, in 2 buffers.
 
-    The number of steps is odd, so that the two buffers' barriers do not go through the same number of phases.
+    The number of steps is odd, so that the two buffers' barriers do not go through the same number of phases, and the
+    last step is half a one: the weights that it multiplies by zeros are those of the step before in that stage.
     """
     rng = generator("mosaic long product")
-    weight = fp4_weight(rng, 2, 192, 640)
-    rows = np.zeros((shapes.row_capacity(20, 2), 640), np.float32)
-    rows[:32] = bf16_normal(rng, 32, 640)
+    weight = fp4_weight(rng, 2, 192, 576)
+    rows = np.zeros((shapes.row_capacity(20, 2), 576), np.float32)
+    rows[:32] = values(np.asarray(quantize_dequantize_fp8(jnp.asarray(bf16_normal(rng, 32, 576)))))
     tiles, count = jnp.array([[1, 0, 8], [0, 8, 24]], jnp.int32), jnp.array([2], jnp.int32)
-    p = mosaic_stream.plan(192, 640, gated=False)
-    assert (p.steps, p.column_items, p.accumulators) == (5, 3, 1)
+    p = mosaic_stream.plan(192, 576, gated=False, target="sm100")
+    assert (p.steps, p.column_items, p.accumulators, p.missing_tiles) == (5, 3, 1, 1)
+    packed = repack(weight, "sm100")
     with interpret("sm100", detect_races=True):
-        y = mosaic_products.down(jnp.asarray(rows, jnp.bfloat16), repack(weight), tiles, count, row_choices=(32, 128))
+        y = mosaic_products.down(jnp.asarray(rows, jnp.bfloat16), packed, tiles, count, row_choices=(32, 128))
     exact = weight_values(weight)
     expected = np.concatenate([rows[:8] @ exact[1].T, rows[8:32] @ exact[0].T])
     error = np.abs(values(np.asarray(y))[:32] - expected)
@@ -183,17 +282,31 @@ def test_long_product() -> None:
     assert np.median(error / bf16_ulp(expected)) <= 0.5
 
 
-def test_micro_experts_without_quantisation() -> None:
-    """Guards matrices of one tile, which `down` puts in both halves of tensor memory, and unquantised rows."""
+def test_micro_experts() -> None:
+    """Guards matrices of one tile: half a step of K, and a tile that `down` puts in both halves of tensor memory."""
     rng = generator("mosaic micro")
     experts = fp4_experts(rng, MICRO, 4)
     x, ids, weights = bf16_normal(rng, 2, 64), choices(rng, 2, MICRO), routing_weights(rng, 2, MICRO)
-    settings = {"limit": 10.0, "quantize_input": False}
-    y = run(expert_mlp, x, ids, weights, *map(repack, experts), **settings)
+    settings = {"limit": 10.0, "quantize_input": True}
+    y = run(expert_mlp, x, ids, weights, *(repack(weight, "sm100") for weight in experts), **settings)
     expected = np.asarray(expert_mlp(x, ids, weights, *experts, implementation="xla", **settings).in_order)
     error = np.abs(values(y) - values(expected))
     assert np.median(error / bf16_ulp(expected)) <= 1
     assert error.max() <= 0.01 * np.abs(values(expected)).max()
+
+
+@pytest.mark.fast
+def test_what_the_products_refuse() -> None:
+    """Guards the reasons for which the portable implementation is chosen: unquantised rows, and Hopper's order."""
+    rng = generator("mosaic refusals")
+    experts = fp4_experts(rng, MICRO, 4)
+    x, ids, weights = bf16_normal(rng, 2, 64), choices(rng, 2, MICRO), routing_weights(rng, 2, MICRO)
+    packed = tuple(repack(weight, "sm100") for weight in experts)
+    with pytest.raises(NotImplementedError, match="take no bfloat16 rows"):
+        run(expert_mlp, x, ids, weights, *packed, limit=10.0, quantize_input=False)
+    hopper = tuple(repack(weight, "sm90") for weight in experts)
+    with pytest.raises(NotImplementedError, match="'fp4_sm100', not 'fp4_sm90'"):
+        run(expert_mlp, x, ids, weights, *hopper, limit=10.0, quantize_input=True)
 
 
 def test_shared_expert() -> None:
