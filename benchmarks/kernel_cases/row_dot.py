@@ -222,12 +222,12 @@ PLANS = (
     Schedule(8, 64, 2, 128, 3, True),
     Schedule(8, 64, 1, 64, 4, False),
     Schedule(8, 192, 2, 64, 3, False),
-    Schedule(1, 8, 2, 128, 5, False, paired=True),
-    Schedule(4, 8, 2, 128, 5, True, paired=True),
-    Schedule(4, 64, 2, 64, 5, True, paired=True),
+    Schedule(1, 8, 4, 128, 3, False),
+    Schedule(4, 8, 4, 128, 3, True),
+    Schedule(4, 64, 4, 64, 3, True),
     Schedule(4, 192, 2, 64, 3, False),
-    Schedule(6, 8, 2, 128, 5, True, paired=True),
-    Schedule(6, 64, 2, 64, 5, True, paired=True),
+    Schedule(6, 8, 4, 128, 2, True),
+    Schedule(6, 64, 4, 64, 4, True),
     Schedule(6, 192, 2, 64, 3, False),
 )
 """Tiles, pipelines and ways to add parts that must give the same bits for the same number of parts."""

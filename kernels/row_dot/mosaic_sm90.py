@@ -70,7 +70,7 @@ class _Product:
         self.local_parts = 1 if schedule.clustered else schedule.parts
         tiles = self.tiles[0] * self.tiles[1]
         # Two small blocks share a processor. A cluster has one tile: its partial sums are written and read once.
-        resident = RESIDENT if schedule.warpgroups == 1 or schedule.paired else PROCESSORS
+        resident = RESIDENT if schedule.warpgroups == 1 else PROCESSORS
         self.blocks = tiles if self.ranks > 1 else min(tiles, resident)
         if self.inputs % (schedule.step * self.unit_steps) or not self.units[0]:
             raise ValueError(f"row_dot: {schedule} does not fit a weight {w.shape}")
@@ -183,6 +183,14 @@ class _Product:
         each, more = self.units
         return (each + (part < more).astype(jnp.int32) if more else each) * self.unit_steps
 
+    def slot(self, done: Any) -> Any:
+        """Stage of the pipeline of a block's step number `done`."""
+        return lax.rem(done, jnp.int32(self.schedule.stages))
+
+    def next_slot(self, slot: Any) -> Any:
+        """The stage behind a stage: a remainder in every step took 32 of 278 instructions."""
+        return jnp.where(slot == self.schedule.stages - 1, 0, slot + 1)
+
     def first_step(self) -> Any:
         """First pipeline step of K that this block adds up."""
         return self.part_start(lax.axis_index("part")) if self.ranks > 1 else jnp.int32(0)
@@ -200,11 +208,8 @@ class _Product:
         def tile(n: Any, weight_tile: Any, token_tile: Any) -> None:
             group_column = lax.div(weight_tile, jnp.int32(self.group_tiles)) * self.inputs
 
-            def body(k: Any, carry: None) -> None:
-                done = n * steps + k
-                slot = lax.rem(done, jnp.int32(s.stages))
-
-                @pl.when(done >= s.stages)
+            def body(k: Any, slot: Any) -> Any:
+                @pl.when(n * steps + k >= s.stages)
                 def _() -> None:
                     plgpu.barrier_wait(empty.at[slot])
 
@@ -215,9 +220,9 @@ class _Product:
                     x_g.at[tokens, pl.ds(group_column + column, s.step)], x_s.at[slot], x_full.at[slot]
                 )
                 plgpu.copy_gmem_to_smem(w_g.at[weights, pl.ds(column, s.step)], w_s.at[slot], full.at[slot])
-                return carry
+                return self.next_slot(slot)
 
-            lax.fori_loop(0, steps, body, None)
+            lax.fori_loop(0, steps, body, self.slot(n * steps))
 
         self.walk(tile)
 
@@ -226,15 +231,14 @@ class _Product:
         steps = self.block_steps()
 
         def tile(n: Any, weight_tile: Any, token_tile: Any) -> None:
-            def body(k: Any, carry: None) -> None:
-                slot = lax.rem(n * steps + k, jnp.int32(self.schedule.stages))
+            def body(k: Any, slot: Any) -> Any:
                 plgpu.barrier_wait(raw.at[slot])
                 quantize_tile(x_s.at[slot])
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(ready.at[slot])
-                return carry
+                return self.next_slot(slot)
 
-            lax.fori_loop(0, steps, body, None)
+            lax.fori_loop(0, steps, body, self.slot(n * steps))
 
         self.walk(tile)
 
@@ -294,8 +298,8 @@ class _Product:
             return load_block_scales(scales, lax.div(row, jnp.int32(GROUP)), step * blocks, blocks)
 
         def accumulate(accumulator: Any) -> jax.Array:
-            def body(k: Any, scale_words: Any) -> Any:
-                slot = lax.rem(done + k, jnp.int32(s.stages))
+            def body(k: Any, carry: Any) -> Any:
+                slot, scale_words = carry
                 # The next step's scales are on their way while this one waits for its codes.
                 following = words(k + 1) if self.packed else None
                 plgpu.barrier_wait(full.at[slot])
@@ -314,9 +318,9 @@ class _Product:
                     plgpu.wgmma(accumulator, weights, x_s.at[slot].transpose((1, 0)))
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(empty.at[slot])
-                return following
+                return self.next_slot(slot), following
 
-            lax.fori_loop(0, steps, body, words(jnp.int32(0)) if self.packed else None)
+            lax.fori_loop(0, steps, body, (self.slot(done), words(jnp.int32(0)) if self.packed else None))
             return accumulator[...]
 
         return pl.run_scoped(accumulate, plgpu.ACC((BLOCK, s.tokens), jnp.float32))  # type: ignore[attr-defined]

@@ -38,6 +38,9 @@ QUANTIZED_TOKENS = 32
 RESIDENT = 2 * PROCESSORS
 """Small blocks that run at once: two share a processor. More than these take turns."""
 
+SHORT_STEPS, SHORT_STAGES, MOST_STAGES = 16, 3, 8
+"""Steps of a block that make a short walk, and stages of its pipeline (FP8 weights) and of others, at most."""
+
 TOKEN_TILES = (8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
 
 
@@ -45,10 +48,9 @@ TOKEN_TILES = (8, 16, 32, 64, 96, 128, 160, 192, 224, 256)
 class Schedule:
     """How one product is cut up.
 
-    parts: of K. tokens: rows of x in a tile. warpgroups: one or two, each with 64 weight rows of the tile.
+    parts: of K. tokens: rows of x in a tile. warpgroups: one, two or four, each with 64 weight rows of the tile.
     step: columns of a pipeline stage. stages: of the pipeline. clustered: the parts run on different processors
     of one cluster; otherwise one after the other. quantizing: the kernel quantises the rows that it reads.
-    paired: two blocks of two warpgroups share a processor.
     """
 
     parts: int
@@ -58,7 +60,6 @@ class Schedule:
     stages: int
     clustered: bool
     quantizing: bool = False
-    paired: bool = False
 
     @property
     def weight_rows(self) -> int:
@@ -77,8 +78,9 @@ def parts_of(outputs: int, inputs: int) -> int:
     It decides bits. It must be the same for all shards of a weight that is split along its outputs: see
     `column_tile` in `mosaic_gpu.py`. Parts are whole units of `PART_STEP` columns; the first ones may have one more.
 
-    The model (H200): a step of `PART_STEP` columns takes a block 0.42 microseconds and 0.18 more for every
-    warpgroup that multiplies on its processor; adding parts takes 1.5, and 0.1 for each of them.
+    The model (H200), of blocks of one or two warpgroups: a step of `PART_STEP` columns takes a block 0.42 microseconds
+    and 0.18 more for every warpgroup that multiplies on its processor; adding parts takes 1.5, and 0.1 for each of
+    them. With blocks of four warpgroups its choices are still the fastest that were tried.
     """
     units = inputs // PART_STEP
     blocks = -(-outputs // BLOCK)
@@ -120,7 +122,7 @@ def schedule(
     two = group_outputs % (2 * BLOCK) == 0
     tiles = -(-rows // SPLIT_ROWS) * -(-outputs // (2 * BLOCK))
     if rows <= SPLIT_ROWS or (parts > 1 and two and tiles <= PROCESSORS // 4):
-        return _few_rows(rows, outputs, inputs, packed, parts, two, quantize)
+        return _few_rows(rows, outputs, inputs, packed, parts, group_outputs, quantize)
     # A warpgroup keeps one accumulator, and with parts their sum too: 256 registers a thread are all there are.
     largest = 256 if parts == 1 else 192
     warpgroups = 2 if two else 1
@@ -133,35 +135,26 @@ def schedule(
     return Schedule(parts, tokens, warpgroups, step, stages, False)
 
 
-def _few_rows(rows: int, outputs: int, inputs: int, packed: bool, parts: int, two: bool, quantize: bool) -> Schedule:
+def _few_rows(
+    rows: int, outputs: int, inputs: int, packed: bool, parts: int, group_outputs: int, quantize: bool
+) -> Schedule:
     """Schedule of products whose time is that of reading the weight."""
     tokens = next((size for size in TOKEN_TILES if size >= rows), SPLIT_ROWS)
     tokens = min(tokens, SPLIT_ROWS)
-    blocks = outputs * parts // BLOCK
-    # With 64 rows and no parts a block reads so much of x that a large one is faster (19.2 against 21.2 microseconds).
-    large = parts == 1 and tokens == SPLIT_ROWS
-    if packed and two and rows <= SPLIT_ROWS and RESIDENT < blocks <= 2 * RESIDENT and not large:
-        return _paired(tokens, inputs, parts, quantize)
+    two = group_outputs % (2 * BLOCK) == 0
     step = PART_STEP if inputs % PART_STEP == 0 else 64
     # With few rows the weight is all that is read, and many small blocks read it best. With more, every block
-    # reads all of x too: larger blocks halve that.
+    # reads all of x too: larger blocks halve that. Blocks of 64 weight rows that would take turns run all at once in
+    # fours, with one warpgroup that fetches and one that quantises for four that multiply.
     wide = two and tokens >= 32 and outputs * parts // (2 * BLOCK) >= PROCESSORS // 2
-    warpgroups = 2 if wide or rows > SPLIT_ROWS else 1
+    four = packed and rows <= SPLIT_ROWS and group_outputs % (4 * BLOCK) == 0
+    if four and RESIDENT < outputs * parts // BLOCK <= 2 * RESIDENT:
+        warpgroups = 4
+    else:
+        warpgroups = 2 if wide or rows > SPLIT_ROWS else 1
     stage = BLOCK * warpgroups * step * (1 if packed else 2) + 2 * step * tokens
-    stages = max(2, min(8, (192 if wide else 96) * 1024 // stage))
+    # In a short walk deep pipelines only delay the first stage: all stages of all blocks are asked for at once.
+    most = SHORT_STAGES if packed and inputs // step <= SHORT_STEPS * parts else MOST_STAGES
+    stages = max(2, min(most, (192 if wide or warpgroups == 4 else 96) * 1024 // stage))
     fused = quantize and tokens <= QUANTIZED_TOKENS and step == PART_STEP
     return Schedule(parts, tokens, warpgroups, step, stages, parts > 1, fused)
-
-
-def _paired(tokens: int, inputs: int, parts: int, quantize: bool) -> Schedule:
-    """Schedule of products whose 64-row blocks would take turns, while pairs of them run all at once.
-
-    A step takes about as long with four multiplying warpgroups on a processor as with one or two: it waits for
-    memory, decoding and product one after another. Four need two blocks within 64 Ki registers and 227 KiB: with a
-    warpgroup that quantises, only tiles of 8 rows have so few registers (64 a thread), and tiles of 64 rows only
-    with steps of 64 columns.
-    """
-    step = PART_STEP if inputs % PART_STEP == 0 and tokens < SPLIT_ROWS else 64
-    stages = min(5, 96 * 1024 // (2 * BLOCK * step + 2 * step * tokens))
-    fused = quantize and tokens == TOKEN_TILES[0] and step == PART_STEP
-    return Schedule(parts, tokens, 2, step, stages, parts > 1, fused, True)

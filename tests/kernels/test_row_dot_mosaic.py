@@ -161,14 +161,14 @@ def test_schedules(plan: Schedule) -> None:
     assert_same_bits(np.asarray(y), (values(x) @ values(w).T).astype(np.float32), str(plan))
 
 
-def test_pairs_that_quantise() -> None:
-    """Guards blocks of two warpgroups behind one that quantises: whole numbers stay exact."""
-    rng = generator("mosaic pairs")
+def test_fours_that_quantise() -> None:
+    """Guards blocks of four warpgroups behind one that quantises: whole numbers stay exact."""
+    rng = generator("mosaic fours")
     x = _whole_numbers(rng, 5, 256)
-    codes = _whole_numbers(rng, 128, 256).astype(jnp.float8_e4m3fn).view(np.uint8)
-    scale = rng.integers(126, 129, (4, 8)).astype(np.uint8)
+    codes = _whole_numbers(rng, 256, 256).astype(jnp.float8_e4m3fn).view(np.uint8)
+    scale = rng.integers(126, 129, (8, 8)).astype(np.uint8)
     w = QuantTensor(jnp.asarray(codes), jnp.asarray(scale), "fp8")
-    plan = Schedule(1, 8, 2, 128, 2, False, quantizing=True, paired=True)
+    plan = Schedule(1, 8, 4, 128, 2, False, quantizing=True)
     with interpret("sm90", detect_races=True):
         y = product(jnp.asarray(x), w, 1, jnp.float32, plan)
     assert_same_bits(np.asarray(y), (values(x) @ weight_values(w).T).astype(np.float32), str(plan))
@@ -240,9 +240,13 @@ def test_parts_are_a_fact_of_the_weight() -> None:
             schedule(rows, outputs, inputs, packed=True, parts=parts, group_outputs=outputs, quantize=True)
             for rows in (8, 64)
         )
-        assert (few.paired, few.quantizing, few.step, few.stages) == (True, True, 128, 5)
-        wide = (False, False, 128, 6) if parts == 1 else (True, False, 64, 5)
-        assert (many.paired, many.quantizing, many.step, many.stages) == wide
+        assert (few.warpgroups, few.quantizing, few.step, few.stages) == (4, True, 128, 3 if outputs != 25600 else 5)
+        assert (many.warpgroups, many.quantizing, many.step, many.stages) == (
+            4,
+            False,
+            128,
+            3 if outputs != 25600 else 4,
+        )
 
 
 def test_what_there_is_no_kernel_for() -> None:
