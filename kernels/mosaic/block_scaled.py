@@ -30,7 +30,7 @@ from deepinfer_jax.kernels.fp4_block_scaled import (
     words_to_e4m3,
 )
 from deepinfer_jax.kernels.mosaic.rows import tiled_layout
-from deepinfer_jax.kernels.mosaic.stacked_tiles import LANES
+from deepinfer_jax.kernels.mosaic.stacked_tiles import LANES, stack_tiles
 from deepinfer_jax.kernels.mosaic.target import interpreting
 from deepinfer_jax.kernels.quantization import e8m0_to_float32
 
@@ -48,12 +48,6 @@ OPERAND = tiled_layout(((LANES, 4), (32, 4)), (-4,), (-2,), -1)
 """Register layout of an operand of tensor memory: a lane's thread holds its row, four codes a register."""
 
 _WORD_GROUPS = DEPTH // GROUP
-
-
-def _stacked(first: jax.Array, second: jax.Array) -> jax.Array:
-    """[128, ...] in lane order of two tiles [64, ...]."""
-    both = jnp.stack([first, second]).reshape(2, 4, 16, *first.shape[1:])
-    return jnp.swapaxes(both, 0, 1).reshape(LANES, *first.shape[1:])
 
 
 def _tile_codes(words: jax.Array) -> jax.Array:
@@ -110,7 +104,7 @@ def widened(first: Any, second: Any) -> jax.Array:
         first, second: uint32 (2, 2, 256) in shared memory, the words of 64 rows and 128 columns each.
     """
     if interpreting():
-        return _stacked(_tile_codes(first[...]), _tile_codes(second[...]))
+        return stack_tiles(_tile_codes(first[...]), _tile_codes(second[...]))
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(),) * 2,

@@ -31,7 +31,7 @@ from deepinfer_jax.kernels.expert_mlp import (
     shared_mlp,
 )
 from deepinfer_jax.kernels.expert_mlp.repack import repack
-from deepinfer_jax.kernels.mosaic import interpret
+from deepinfer_jax.kernels.mosaic import block_scaled, interpret
 from deepinfer_jax.kernels.mosaic.stacked_tiles import split_tiles, stack_tiles
 from deepinfer_jax.kernels.quantization import QuantTensor, dequantize, dequantize_fp8, quantize_dequantize_fp8
 
@@ -65,6 +65,23 @@ def run(function: Callable[..., Any], *operands: Any, **settings: Any) -> Any:
         return jax.tree.map(np.asarray, result)
 
 
+def tiled_places(layout: Any, shape: tuple[int, int]) -> np.ndarray:
+    """(row, column) of every element of an array, in the order of the axes of its layout's tiling."""
+    tiling = layout.to_mgpu().tiling
+    split = np.indices(shape).transpose(1, 2, 0)
+    for tile in tiling.tiles:  # each tile splits the trailing axes in two
+        lead = split.shape[: -1 - len(tile)]
+        trailing = split.shape[-1 - len(tile) : -1]
+        parts = [n for size, part in zip(trailing, tile, strict=True) for n in (size // part, part)]
+        split = split.reshape(*lead, *parts, 2)
+        first = len(lead)
+        outer = [first + 2 * i for i in range(len(tile))]
+        inner = [first + 2 * i + 1 for i in range(len(tile))]
+        split = split.transpose(*range(first), *outer, *inner, first + 2 * len(tile))
+    assert split.shape[:-1] == tiling.tile_shape(shape)
+    return split
+
+
 @pytest.mark.fast
 def test_lanes_of_stacked_tiles() -> None:
     """Guards the order of weight rows in tensor memory: each warp's 32 lanes are its 16 rows of both tiles."""
@@ -88,21 +105,8 @@ def test_stacked_registers_are_the_tiles_registers() -> None:
 
     def places(layout: Any, shape: tuple[int, int]) -> np.ndarray:
         """[column group, row group, warp, lane, element, 2] -> (row, column) in the array."""
-        tiling = layout.to_mgpu().tiling
-        tiled = tiling.tile_shape(shape)
-        index = np.indices(shape).transpose(1, 2, 0)
-        split = index
-        for tile in tiling.tiles:  # each tile splits the trailing axes in two
-            lead = split.shape[: -1 - len(tile)]
-            trailing = split.shape[-1 - len(tile) : -1]
-            parts = [n for size, part in zip(trailing, tile, strict=True) for n in (size // part, part)]
-            split = split.reshape(*lead, *parts, 2)
-            first = len(lead)
-            outer = [first + 2 * i for i in range(len(tile))]
-            inner = [first + 2 * i + 1 for i in range(len(tile))]
-            split = split.transpose(*range(first), *outer, *inner, first + 2 * len(tile))
-        assert split.shape[:-1] == tiled
         # [rows 1, columns/8, warp 4, 1, row groups, 1, 8 rows, 4 pairs, 2 elements]
+        split = tiled_places(layout, shape)
         return split[0, :, :, 0, :, 0].transpose(0, 2, 1, 3, 4, 5, 6).reshape(shape[1] // 8, -1, 4, 32, 2, 2)
 
     of_tile = places(plgpu.Layout.WGMMA, (64, 64))
@@ -113,6 +117,21 @@ def test_stacked_registers_are_the_tiles_registers() -> None:
         warp, inside = np.divmod(of_tile[..., 0], 16)
         np.testing.assert_array_equal(lane[..., 0], 32 * warp + 16 * tile + inside)
         np.testing.assert_array_equal(lane[..., 1], of_tile[..., 1])
+
+
+@pytest.mark.fast
+def test_registers_of_an_operand() -> None:
+    """Guards the order in which widened registers are handed over: of each lane's row, four columns after the other."""
+    layout = block_scaled.OPERAND.to_mgpu()
+    split = tiled_places(block_scaled.OPERAND, (128, 128))
+    assert split.shape == (1, 32, 4, 1, 32, 4, 2)  # columns/4, warp, lane, element
+    assert (layout.warp_dims, layout.lane_dims, layout.vector_dim) == ((-4,), (-2,), -1)
+    assert layout.registers_shape((128, 128)) == (1, 32, 1, 1, 1, 1)
+    for register in range(32):
+        for warp in range(4):
+            lanes = split[0, register, warp, 0]
+            np.testing.assert_array_equal(lanes[..., 0], 32 * warp + np.arange(32)[:, None].repeat(4, 1))
+            np.testing.assert_array_equal(lanes[..., 1], 4 * register + np.arange(4)[None].repeat(32, 0))
 
 
 # ---- the packed format -----------------------------------------------------------------------------
