@@ -29,6 +29,7 @@ from deepinfer_jax import kernels as kernels_package
 from deepinfer_jax.compile import jit
 from deepinfer_jax.engine.implementations import chosen_ops
 from deepinfer_jax.kernels.dispatch import OPS, Implementation
+from deepinfer_jax.kernels.mosaic.target import Architecture, architecture
 from deepinfer_jax.kernels.profile import NumericsProfile
 from deepinfer_jax.kernels.quantization import QuantTensor
 from deepinfer_jax.model.params import LayerParams, Params
@@ -53,14 +54,27 @@ def repack_function(op: str) -> Repack | None:
     return importlib.import_module(name).repack if importlib.util.find_spec(name) is not None else None
 
 
+def _architecture() -> Architecture | None:
+    """What kernels are built for here; None where there are none."""
+    try:
+        return architecture()
+    except NotImplementedError:
+        return None
+
+
 @functools.lru_cache(maxsize=64)
 def _one_repacked(
-    op: str, data: tuple[tuple[int, ...], str], scale: tuple[tuple[int, ...], str], fmt: Any
+    op: str,
+    target: Architecture | None,
+    data: tuple[tuple[int, ...], str],
+    scale: tuple[tuple[int, ...], str],
+    fmt: Any,
 ) -> QuantTensor | None:
     """One repacked matrix of this op without values; None if there is no layout for it.
 
-    Zeros are repacked for it, so that `repack` may look at values.
+    Zeros are repacked for it, so that `repack` may look at values. target: which `repack` looks at too.
     """
+    del target  # tells results apart
     repack = repack_function(op)
     if repack is None:
         return None
@@ -78,7 +92,7 @@ def repacked_form(key: str, weight: QuantTensor) -> QuantTensor | None:
     if op is None:
         return None
     parts = [(tuple(leaf.shape[-2:]), jnp.dtype(leaf.dtype).name) for leaf in (weight.data, weight.scale)]
-    one = _one_repacked(op, parts[0], parts[1], weight.format)
+    one = _one_repacked(op, _architecture(), parts[0], parts[1], weight.format)
     if one is None or one.format == weight.format:
         return None
     lead = tuple(weight.data.shape[:-2])
