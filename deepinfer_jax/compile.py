@@ -25,6 +25,11 @@ _CPU: Options = {
     # The library that XLA:CPU hands products to gets the product and nothing else. By default neighbouring
     # arithmetic goes with it, and there bfloat16 roundings inside such a group are skipped.
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
+    # One form of every function. By default an inverse root is an approximation in vectors and exact elsewhere, and
+    # on CPUs with 512-bit vectors half as wide ones are chosen, for which exponentials of a few numbers are compiled
+    # differently from those of many: a row's bits would depend on how many rows come along (jax 0.12, AVX-512).
+    "xla_cpu_enable_platform_dependent_math": False,
+    "xla_cpu_prefer_vector_width": 512,
 }
 
 _GPU: Options = {

@@ -14,6 +14,7 @@ import pytest
 from jax import lax
 
 from deepinfer_jax import compile as compilation
+from deepinfer_jax.kernels.tiling import tile_rows
 
 pytestmark = pytest.mark.fast
 
@@ -55,6 +56,29 @@ def test_stated_roundings_survive() -> None:
     lax_options = {"xla_allow_excess_precision": True}
     other = jax.jit(product, compiler_options=lax_options)(x, y)
     assert (np.asarray(other) != exact).mean() > 0.5
+
+
+FUNCTIONS = {
+    "exp": lambda x: jnp.exp(-x),
+    "tanh": jnp.tanh,
+    "silu": jax.nn.silu,
+    "sqrt softplus": lambda x: jnp.sqrt(jax.nn.softplus(x)),
+    "rsqrt": lambda x: lax.rsqrt(jnp.abs(x)),
+    "log": lambda x: jnp.log(jnp.abs(x)),
+    "softmax": jax.nn.softmax,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function_of_one_row_and_of_many(name: str) -> None:
+    """Guards rows alone against rows together: with other vectors, or approximations only in vectors, a few numbers
+    would be computed by other instructions than many. On CPUs with 512-bit vectors XLA's own options fail this."""
+    program = compilation.jit(lambda rows: tile_rows(FUNCTIONS[name], 16, rows))
+    for width in (4, 7):
+        x = 3 * np.random.default_rng(width).normal(size=(192, width)).astype(np.float32)
+        together = np.asarray(program(x))
+        alone = np.concatenate([np.asarray(program(x[t : t + 1])) for t in range(len(x))])
+        np.testing.assert_array_equal(alone.view(np.uint32), together.view(np.uint32))
 
 
 def test_round_trip_survives_in_the_program() -> None:
