@@ -54,8 +54,8 @@ def _kernel(*refs: Any, p: Plan, cores: ModuleType, row_operands: int, limit: fl
     else:
         words2, scales2, tiles, count, out, *scratch = refs
         weights, factors = ((words2, scales2),), None
-    stages = len(cores.ring(p))
-    ring, memory, (out_tiles, reduction) = scratch[:stages], scratch[stages:-2], scratch[-2:]
+    of_ring = len(cores.ring(p))
+    ring, memory, (out_tiles, reduction) = scratch[:of_ring], scratch[of_ring:-2], scratch[-2:]
     warpgroup = lax.axis_index("warpgroup")
     registers = p.warpgroups == 2  # 384 threads share the registers evenly unless told otherwise
 
